@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple
 
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from typing_extensions import TypeVar  # with `default`, which typing.TypeVar has from Python 3.13 on
 
-from cache_strategies.arena import Arena
+from cache_strategies.memory import InstanceMemory, Region
 from cache_strategies.types import (
     NO_SALT,
     BlockEvents,
@@ -29,7 +29,7 @@ from cache_strategies.types import (
     Geometry,
     Miss,
     Salt,
-    SeatShape,
+    Sizes,
 )
 from kernels.arguments import check, check_new_tokens
 from kernels.ops import KVLocation, Ops, QueryTap
@@ -74,9 +74,9 @@ class Row(NamedTuple, Generic[SeatT]):
 class CacheSetup:
     """The arguments from which a strategy instance is built, in addition to its options."""
 
-    name: str  # name of the instance, also as an owner of the arena's pages
+    name: str  # name of the instance
     geometry: Geometry
-    arena: Arena
+    memory: InstanceMemory
     ops: Ops
     model: str = ""  # identifies the model in block hashes, so that no keys of another model are reused
     clock: Callable[[], float] = time.monotonic
@@ -141,7 +141,7 @@ class Plan(ABC, Generic[SeatT]):
 class KVCache(ABC, Generic[SeatT]):
     """Base class of all strategies: keeps the keys and values of one instance's sequences. SeatT is its type of seat.
 
-    The scheduler calls the methods from seat_shape() to pinned_pages(): they handle token ids and seats on the host and
+    The scheduler calls the methods from sizes() to pinned_blocks(): they handle token ids and seats on the host and
     start no device work. The engine calls the methods from poll() on, in its only device thread. Before a seat is in a
     plan, ready() must have returned True for it once, and grow() unless the row ends at seat.room or before.
     """
@@ -149,47 +149,26 @@ class KVCache(ABC, Generic[SeatT]):
     interface_version: ClassVar[int]  # set by classes of plug-ins: the INTERFACE_VERSION for which they are written
     options_type: ClassVar[type[Options]] = Options
     contract: Contract  # set by __init__
-    stores: Sequence[KVStore] = ()  # the keys and values in the arena, empty if the strategy stores them in another way
+    stores: Sequence[KVStore] = ()  # the keys and values in its regions, empty if they are stored in another way
 
     def __init__(self, setup: CacheSetup, options: Options) -> None:
-        """Register as an owner in the arena. No page may be allocated yet: the instance's share is set later."""
+        """Keep the arguments. A subclass makes its regions; it allocates no block yet."""
         self.setup = setup
         self.options = options
-        setup.arena.register_owner(setup.name, self)
 
     @property
     def name(self) -> str:
         return self.setup.name
 
-    @property
-    def limit_bytes(self) -> int:
-        """The most memory, in bytes, that the instance could hold if all others shrank to their floors."""
-        return self.setup.arena.capacity(self.name) * self.setup.arena.page_bytes
-
-    @property
-    def at_limit(self) -> bool:
-        """Whether the instance can hold more memory only after its own sequences have freed some."""
-        return self.setup.arena.at_limit(self.name)
-
-    @property
-    def draining(self) -> bool:
-        """Whether the instance may exceed its lowered limit until its running requests end; no new ones start then."""
-        return self.setup.arena.draining(self.name)
-
     # ---------------------------------------------------------------- scheduler
     @classmethod
     @abstractmethod
-    def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
-        """Return the arena memory that one sequence needs; called before the arena is made, to choose its pages."""
+    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
+        """Return the memory that a sequence takes: called before the KV memory is made, whose least size follows.
 
-    def bytes_for(self, num_tokens: int) -> int:
-        """Return the peak bytes of a sequence of `num_tokens` tokens; a request for more than the limit is rejected.
-
-        They may be more than max_seq_len if the contract is `unbounded`. The default is the memory of the longest
-        sequence: right if a sequence takes all of it from the start.
+        It is also asked for the memory of each request; one that needs more than the limit is rejected. The number of
+        tokens may be more than max_seq_len if the contract is `unbounded`.
         """
-        shape, page = self.seat_shape(self.options, self.setup.geometry), self.setup.arena.page_bytes
-        return shape.blocks * -(-shape.block_bytes // page) * page
 
     @abstractmethod
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> SeatT | None:
@@ -224,7 +203,7 @@ class KVCache(ABC, Generic[SeatT]):
     def grow(self, seat: SeatT, num_tokens: int) -> bool:
         """Allocate memory for `num_tokens` tokens after seat.length; return False if there is not enough. Idempotent.
 
-        If the arena has refused memory in this call, the scheduler then preempts a sequence and calls it again. It is
+        If a region has refused memory in this call, the scheduler then preempts a sequence and calls it again. It is
         not called for a row that ends at seat.room or before.
         """
 
@@ -250,17 +229,18 @@ class KVCache(ABC, Generic[SeatT]):
     def close(self, seat: SeatT) -> None:
         """Free the seat's memory or keep it idle. If other seats wait for tokens that it computes, one takes over."""
 
-    def idle_pages(self) -> int:
-        """Return the number of pages that reclaim() could free: held, but not used by a seat or a pin."""
+    @property
+    def idle_bytes(self) -> int:
+        """The bytes that evict() could free: held, but not used by a seat or a pin."""
         return 0
 
-    def reclaim(self, pages: int) -> int:
-        """Free idle pages, the next to be evicted first, until at least `pages` are freed; return the number freed."""
+    def evict(self, num_bytes: int) -> int:
+        """Free idle blocks, the next to be evicted first, until `num_bytes` are freed; return the bytes freed."""
         return 0
 
-    def pinned_pages(self) -> Collection[int]:
-        """Return the numbers of the pages with pinned blocks, which cannot be reclaimed."""
-        return ()
+    def pinned_blocks(self) -> Mapping[Region, Collection[int]]:
+        """Return the pinned blocks by region, which cannot be evicted."""
+        return {}
 
     # ---------------------------------------------------------------- engine
     def poll(self) -> None:

@@ -22,7 +22,8 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row, Seat
-from cache_strategies.types import Geometry, SeatShape
+from cache_strategies.memory import Region
+from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from kernels.arguments import check_entries
 from kernels.ops import KVLocation
@@ -82,12 +83,12 @@ class BlockTable:
     """
 
     def __init__(
-        self, seats: int, width: int, block_size: int, device: torch.device, num_blocks: int, num_stores: int = 1
+        self, seats: int, width: int, block_size: int, device: torch.device, num_blocks: Sequence[int]
     ) -> None:
-        """Allocate tables for `seats` sequences of up to `width` blocks; each store has `num_blocks`."""
+        """Allocate tables for `seats` sequences of up to `width` blocks; `num_blocks` has the blocks of each store."""
         self._block_size = block_size
         self._num_blocks = num_blocks
-        self.host_tables: Int32 = np.zeros((num_stores, seats, width), np.int32)
+        self.host_tables: Int32 = np.zeros((len(num_blocks), seats, width), np.int32)
         self._host_steps: Int32 = np.zeros((3, seats + 1), np.int32)  # table_row, q_start, start
         self._all_tables = torch.from_numpy(self.host_tables).to(device)  # on "cpu": a view of the host's array
         self._steps = torch.from_numpy(self._host_steps).to(device)
@@ -118,7 +119,7 @@ class BlockTable:
     def write_blocks(self, index: int, first: int, blocks: Sequence[int], store: int = 0) -> None:
         """Write the ids of blocks into a row of a store's table, from column `first` on."""
         row = self.host_tables[store, index, first : first + len(blocks)]
-        if row.tolist() != blocks:  # usually they are equal
+        if row.tolist() != [*blocks]:  # usually they are equal
             row[:] = blocks
             self._is_dirty = True
 
@@ -162,7 +163,7 @@ class BlockTable:
         table_row, q_start, start = torch.from_numpy(self._host_steps[:, : num_rows + 1])
         host = replace(slots, table_row=table_row[:num_rows], q_start=q_start, start=start[:num_rows])
         tables = (replace(host, table=torch.from_numpy(table)) for table in self.host_tables)
-        num_tokens = [check_entries("plan", each, self._num_blocks) for each in tables]
+        num_tokens = [check_entries("plan", *each) for each in zip(tables, self._num_blocks, strict=True)]
         return replace(slots, num_tokens=num_tokens[0])
 
     def make_slots_by_store(self, rows: Sequence[Row[TableSeatT]]) -> list[Slots]:
@@ -234,7 +235,6 @@ class BlockTableCache(KVCache[TableSeatT]):
         super().__init__(setup, options)
         geometry = setup.geometry
         tokens, blocks = self.block_layout(options, geometry)
-        device = setup.arena.memory.device
         layers, dtype = geometry.layers, resolve_kv_dtype(options, geometry)
         parts = self.divide_layers(options, geometry)
         self.stores = self.make_stores(parts, tokens, dtype)
@@ -242,7 +242,8 @@ class BlockTableCache(KVCache[TableSeatT]):
         numbers = {layer: number for number, part in enumerate(parts) for layer in part}
         self.store_by_layer = [numbers[layer] for layer in range(len(layers))]
         setup.ops.prepare(layers, geometry.kv_dtype, dtype)
-        self.table = BlockTable(geometry.max_seats, blocks, tokens, device, self.store.num_blocks, len(parts))
+        num_blocks = [store.num_blocks for store in self.stores]
+        self.table = BlockTable(geometry.max_seats, blocks, tokens, setup.memory.device, num_blocks)
         self.seats: set[TableSeatT] = set()
         # number of KV heads by their layers' own window (None: the layer has no window), in all layers together
         self._heads_by_window = Counter[int | None]()
@@ -259,15 +260,15 @@ class BlockTableCache(KVCache[TableSeatT]):
         """Return the numbers of the layers in each store."""
         return [range(len(geometry.layers))]
 
+    @abstractmethod
     def make_stores(self, parts: Sequence[Sequence[int]], block_size: int, dtype: torch.dtype) -> list[KVStore]:
-        """Return the store of each part of the layers."""
-        layers, arena = self.setup.geometry.layers, self.setup.arena
-        return [KVStore(arena, {i: layers[i] for i in part}, block_size, dtype) for part in parts]
+        """Return the store of each part of the layers, in regions that are made for them."""
 
-    @classmethod
-    def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
-        tokens, blocks = cls.block_layout(options, geometry)
-        return SeatShape(compute_block_bytes(geometry.layers, tokens, resolve_kv_dtype(options, geometry)), blocks)
+    def make_store(self, layers: Sequence[int], block_size: int, dtype: torch.dtype) -> tuple[Region, KVStore]:
+        """Return a new region for the keys and values of some layers, and the store in it."""
+        stored = {i: self.setup.geometry.layers[i] for i in layers}
+        region = self.setup.memory.region(compute_block_bytes(stored.values(), block_size, dtype))
+        return region, KVStore(region, stored, block_size, dtype)
 
     @property
     def is_quantized(self) -> bool:
@@ -281,7 +282,7 @@ class BlockTableCache(KVCache[TableSeatT]):
 
     def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
         last = length - 1
-        position = torch.arange(length, device=self.setup.arena.memory.device)
+        position = torch.arange(length, device=self.setup.memory.device)
         seen = position >= 0
         if self.window is not None:
             seen &= (position > last - self.window) | (position < self.sinks)
@@ -305,13 +306,3 @@ class BlockTableCache(KVCache[TableSeatT]):
             first_used = 0 if own_window is None else max(0, length - own_window + 1)
             dropped += heads * max(0, first_seen - max(first_used, self.sinks))
         return dropped // self._heads_by_window.total()
-
-    @property
-    def bytes_per_block(self) -> int:
-        """The bytes that a block takes in the arena, in all layers, including unused bytes at the end of pages."""
-        return sum(store.pages_per_block for store in self.stores) * self.setup.arena.page_bytes
-
-    @property
-    def bytes_per_token(self) -> float:
-        """The bytes that a token's keys and values take in a full block, in all layers together."""
-        return sum(store.block_bytes for store in self.stores) / self.store.block_size

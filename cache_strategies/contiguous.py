@@ -22,18 +22,19 @@ from cache_strategies.block_table import TableOptions, TableSeat
 from cache_strategies.eviction.block_metrics import BlockMetrics
 from cache_strategies.eviction.lru import LRU
 from cache_strategies.eviction.queue import EvictionQueue
+from cache_strategies.memory import Region
 from cache_strategies.single_block import SingleBlockCache
 from cache_strategies.types import (
     EVERYTHING,
     KEEPS_EVERYTHING,
     NO_SALT,
     BlockEvents,
+    BlockInfo,
     Blocks,
+    BlockState,
     CacheUsage,
     Geometry,
     Miss,
-    PageInfo,
-    PageState,
     Salt,
     SaltScope,
     count_reusable_tokens,
@@ -123,7 +124,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         block = seat.blocks.pop()
         self._idle[block] = IdleSequence(tokens[:num_reusable], seat.salt)
         self._eviction_queue.update_retention(block, seat.priority, seat.ttl)
-        self._eviction_queue.insert(block, self.bytes_per_block)
+        self._eviction_queue.insert(block, self.region.size)
         self._block_metrics.on_block_idle(block)
 
     def discard(self, seat: ContiguousSeat) -> None:
@@ -153,8 +154,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         if best is None:
             return None, 0
         loses_most = 2 * longest < len(self._idle[best].tokens)
-        has_room = self.setup.arena.has_room(self.name, self.store.pages_per_block)
-        return (None, 0) if loses_most and has_room else (best, longest)
+        return (None, 0) if loses_most and self.region.has_room() else (best, longest)
 
     def _remove_idle(self, block: int) -> None:
         """Remove a block from the idle blocks before it is reused or freed."""
@@ -193,34 +193,35 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         return child
 
     # ---------------------------------------------------------------- idle memory
-    def idle_pages(self) -> int:
-        return len(self._idle) * self.store.pages_per_block
+    @property
+    def idle_bytes(self) -> int:
+        return len(self._idle) * self.region.size
 
-    def reclaim(self, pages: int) -> int:
-        num_freed = 0
-        while num_freed < pages and self._idle:
+    def evict(self, num_bytes: int) -> int:
+        freed = 0
+        while freed < num_bytes and self._idle:
             block = self._eviction_queue.evict()
             assert isinstance(block, int)
             del self._idle[block]
             self._block_metrics.on_block_evicted(block)
-            self.setup.arena.release(self.name, block, self.store.pages_per_block)
-            num_freed += self.store.pages_per_block
-        return num_freed
+            self.region.release([block])
+            freed += self.region.size
+        return freed
 
     def clear(self, scope: SaltScope = EVERYTHING) -> int:
         cleared = [block for block, idle in self._idle.items() if scope.includes(idle.salt)]
         for block in cleared:
             self._remove_idle(block)
             self._block_metrics.on_block_removed(block)
-            self.setup.arena.release(self.name, block, self.store.pages_per_block)
+            self.region.release([block])
         for seat in self.seats:
             if seat.salt is not None and scope.includes(seat.salt):
                 seat.salt = None
-        return len(cleared) * self.bytes_per_block
+        return len(cleared) * self.region.size
 
     def usage(self) -> CacheUsage:
         """Return the memory by use; an idle block counts as idle in full, however few tokens it holds."""
-        usage, idle = super().usage(), len(self._idle) * self.bytes_per_block
+        usage, idle = super().usage(), self.idle_bytes
         return usage._replace(reserved=usage.reserved + idle, idle=idle)
 
     def inspect(self) -> dict[str, Any]:
@@ -230,19 +231,16 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
     def blocks(self) -> Blocks:
         return super().blocks()._replace(idle=len(self._idle))
 
-    def mark_pages(self, states: Tensor) -> None:
-        for block in self._idle:
-            states[block : block + self.store.pages_per_block] = PageState.IDLE
+    def mark_blocks(self, region: Region, states: Tensor) -> None:
+        states[list(self._idle)] = BlockState.IDLE
 
-    def describe_page(self, page: int) -> PageInfo | None:
-        first_pages = range(page - self.store.pages_per_block + 1, page + 1)
+    def describe_block(self, region: Region, block: int) -> BlockInfo | None:
         lengths = {seat.blocks[0]: seat.length for seat in self.seats}
         lengths |= {block: len(idle.tokens) for block, idle in self._idle.items()}
-        block = next((block for block in lengths if block in first_pages), None)
-        if block is None:
+        if block not in lengths:
             return None
         age, idle_seconds = self._block_metrics.measure(block)
-        return PageInfo(0, lengths[block], int(block not in self._idle), num_pins=0, age=age, idle=idle_seconds)
+        return BlockInfo(0, lengths[block], int(block not in self._idle), num_pins=0, age=age, idle=idle_seconds)
 
     def collect_block_events(self) -> BlockEvents | None:
         return self._block_metrics.collect()
@@ -253,7 +251,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         blocks = [seat.blocks[0] for seat in self.seats] + list(self._idle)
         assert len(set(blocks)) == len(blocks)
         self._block_metrics.check_integrity(set(blocks), self._idle.keys())
-        assert self.setup.arena.num_held_pages(self.name) == len(blocks) * self.store.pages_per_block
+        assert self.region.num_held == len(blocks)
         for seat in self.seats:
             assert len(seat.tokens) == seat.length <= self.setup.geometry.max_seq_len
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from cache_strategies.types import EVERYTHING, BlockNaming, CachedPrefix, PageInfo, Pin, Salt, SaltScope
+from cache_strategies.memory import Region
+from cache_strategies.types import EVERYTHING, BlockInfo, BlockNaming, CachedPrefix, Pin, Salt, SaltScope
 
 
 @runtime_checkable
@@ -50,19 +51,19 @@ class Inspectable(Protocol):
 
 
 @runtime_checkable
-class PageMarking(Protocol):
-    """A cache that knows more about its pages than that they are in use."""
+class BlockMarking(Protocol):
+    """A cache that knows more about its blocks than that they are in use."""
 
-    def mark_pages(self, states: Tensor) -> None:
-        """Write a `PageState` for each page that the cache holds into `states` (uint8, by page of the arena)."""
+    def mark_blocks(self, region: Region, states: Tensor) -> None:
+        """Write a `BlockState` for each block that the cache holds in a region into `states` [blocks] uint8."""
 
 
 @runtime_checkable
-class PageDescribing(Protocol):
-    """A cache that knows what is in a page."""
+class BlockDescribing(Protocol):
+    """A cache that knows what is in a block."""
 
-    def describe_page(self, page: int) -> PageInfo | None:
-        """Return what is known about a page of the arena; None if the page has no block of this cache."""
+    def describe_block(self, region: Region, block: int) -> BlockInfo | None:
+        """Return what is known about a block of a region; None if the cache does not hold it."""
 
 
 @runtime_checkable

@@ -6,14 +6,14 @@ A third-party kind is a package with an entry point in the group `kvmux.cache_st
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from cache_strategies.arena import Arena
 from cache_strategies.base import INTERFACE_VERSION, CacheSetup, KVCache, Options
+from cache_strategies.memory import Bounds, Memory
 from cache_strategies.plugins import MissingModuleError, list_plugins, load_class
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
@@ -21,10 +21,8 @@ from config.settings import StrategySettings
 from config.sizes import share_to_bytes
 from config.wording import explain_problem
 from kernels.ops import Ops
-from kernels.store import ALIGN
 
 ENTRY_POINT_GROUP = "kvmux.cache_strategies"
-MAX_PADDING = 0.05  # share of an instance's memory that another instance's page size may waste before it is reported
 
 HOW_TO_CHANGE = (
     "change the class as docs/guide/strategies.md says under 'From version 1 to 2', and set its "
@@ -106,59 +104,27 @@ def _format_option_error(name: str, options: type[Options], problem: Any) -> str
     return explain_problem(location, problem)
 
 
-# -------------------------------------------------------------------- sizes of the arena, its pages and shares
-def page_bytes(instances: Sequence[DeclaredInstance], geometry: Geometry) -> int:
-    """Return the arena's page size in bytes: the size of that block with which the blocks of all others fit best.
+# -------------------------------------------------------------------- sizes of the memory and shares
+def compute_sequence_bytes(
+    instances: Sequence[DeclaredInstance], geometry: Geometry, round_block: Callable[[int], int]
+) -> int:
+    """Return the bytes of a sequence of max_seq_len tokens, in the instance that needs the most for it.
 
-    A block takes whole pages. With the smallest block as a page, one that is a little larger would take nearly twice
-    its size. So the page is the block for which the largest share that any block wastes is smallest.
-
-    Instances with one large block per sequence are left out, unless all are such: they waste less than one page per
-    sequence whatever the page size.
+    A block takes round_block(bytes) bytes.
     """
-    shapes = [i.cls.seat_shape(i.options, geometry) for i in instances]
-    shapes = [s for s in shapes if s.blocks > 1] or [s for s in shapes if s.blocks]
-    sizes = sorted({shape.block_bytes for shape in shapes}) or [ALIGN]
-    return min(sizes, key=lambda page: max(_pad(size, page) / size for size in sizes))
+    return max(_compute_longest(each, geometry, round_block) for each in instances)
 
 
-def _pad(size: int, page: int) -> int:
-    """Return the bytes of the pages that a block of `size` bytes takes."""
-    return -(-size // page) * page
-
-
-def describe_padding(instances: Sequence[DeclaredInstance], geometry: Geometry) -> list[str]:
-    """Return a line for each instance whose blocks take more memory because a page is a block of another instance."""
-    page = page_bytes(instances, geometry)
-    lines = []
-    for instance in instances:
-        size = instance.cls.seat_shape(instance.options, geometry).block_bytes
-        alone, here = _pad(size, page_bytes([instance], geometry)), _pad(size, page)
-        if here > alone * (1 + MAX_PADDING):
-            chosen = next(i.name for i in instances if page_bytes([i], geometry) == page)
-            lines.append(
-                f"strategy {instance.name!r} takes {here / alone - 1:.0%} more memory than without strategy "
-                f"{chosen!r}: its blocks of {alone} bytes take {here // page} pages of {page} bytes, the size of a "
-                f"block of {chosen!r}"
-            )
-    return lines
-
-
-def sequence_pages(instances: Sequence[DeclaredInstance], geometry: Geometry) -> int:
-    """Return the number of pages of a sequence of max_seq_len tokens, in the instance that needs the most for it."""
-    page = page_bytes(instances, geometry)
-    return max(_pages_per_sequence(i, geometry, page) for i in instances)
-
-
-def compute_min_pages(instances: Sequence[DeclaredInstance], geometry: Geometry) -> int:
-    """Return the smallest number of pages of an arena in which every instance can hold a sequence of max_seq_len.
+def compute_least_bytes(
+    instances: Sequence[DeclaredInstance], geometry: Geometry, round_block: Callable[[int], int]
+) -> int:
+    """Return the least bytes of a memory in which every instance can hold a sequence of max_seq_len tokens.
 
     Raises SettingsError if the floors and limits of the instances make that impossible.
     """
-    page = page_bytes(instances, geometry)
-    needs = [_pages_per_sequence(i, geometry, page) for i in instances]
-    ceiling = 1 << 40
-    fewest = bisect_left(range(1, ceiling), True, key=lambda pages: _fits(instances, needs, pages, page)) + 1
+    needs = [_compute_longest(each, geometry, round_block) for each in instances]
+    ceiling = 1 << 50
+    fewest = bisect_left(range(1, ceiling), True, key=lambda total: _fits(instances, needs, total)) + 1
     if fewest == ceiling:
         raise SettingsError(
             "no amount of KV memory gives every strategy room for one sequence: raise the limits or lower the floors "
@@ -167,48 +133,42 @@ def compute_min_pages(instances: Sequence[DeclaredInstance], geometry: Geometry)
     return fewest
 
 
-def _pages_per_sequence(instance: DeclaredInstance, geometry: Geometry, page: int) -> int:
-    shape = instance.cls.seat_shape(instance.options, geometry)
-    return shape.blocks * -(-shape.block_bytes // page)
+def _compute_longest(instance: DeclaredInstance, geometry: Geometry, round_block: Callable[[int], int]) -> int:
+    return instance.cls.sizes(instance.options, geometry).count_bytes(geometry.max_seq_len, round_block)
 
 
-def _fits(instances: Sequence[DeclaredInstance], needs: Sequence[int], pages: int, page: int) -> bool:
-    shares = [compute_share(i, pages, page) for i in instances]
-    floors = sum(floor for floor, _ in shares)
-    return floors <= pages and all(
-        need <= min(limit, pages - floors + floor) for need, (floor, limit) in zip(needs, shares, strict=True)
+def _fits(instances: Sequence[DeclaredInstance], needs: Sequence[int], total: int) -> bool:
+    shares = [compute_share(each, total) for each in instances]
+    floors = sum(share.floor for share in shares)
+    return floors <= total and all(
+        need <= min(share.limit, total - floors + share.floor) for need, share in zip(needs, shares, strict=True)
     )
 
 
-def compute_share(instance: DeclaredInstance, pages: int, page: int) -> tuple[int, int]:
-    """Return (floor, limit) of an instance in pages, for an arena of `pages` pages of `page` bytes each."""
-    total = pages * page
-    return min(share_to_bytes(instance.floor, total), total) // page, min(
-        share_to_bytes(instance.limit, total), total
-    ) // page
+def compute_share(instance: DeclaredInstance, total: int) -> Bounds:
+    """Return the floor and the limit of an instance in a memory of `total` bytes."""
+    floor, limit = (min(share_to_bytes(share, total), total) for share in (instance.floor, instance.limit))
+    return Bounds(floor, limit)
 
 
 def build_caches(
-    instances: Sequence[DeclaredInstance], geometry: Geometry, arena: Arena, ops: Ops, model: str = ""
+    instances: Sequence[DeclaredInstance], geometry: Geometry, memory: Memory, ops: Ops, model: str = ""
 ) -> dict[str, KVCache]:
-    """Build the cache of each instance and set its share (floor and limit) of the arena; return the caches by name.
+    """Build the cache of each instance, with its share (floor and limit) of the memory; return the caches by name.
 
     `model` identifies the model in block hashes, so that no keys of another model are reused.
     """
-    caches = {}
-    for instance in instances:
-        cache = build_cache(instance, geometry, arena, ops, model)
-        floor, limit = compute_share(instance, arena.pages, arena.page_bytes)
-        arena.set_share(instance.name, floor=floor, limit=limit)
-        shape = instance.cls.seat_shape(instance.options, geometry)
-        run = -(-shape.block_bytes // arena.page_bytes)
-        arena.set_longest_sequence(instance.name, shape.blocks * run, max(1, run))
-        caches[instance.name] = cache
+    caches = {each.name: build_cache(each, geometry, memory, ops, model) for each in instances}
+    for each in instances:
+        memory.set_share(each.name, **compute_share(each, memory.planned_bytes)._asdict())
     return caches
 
 
-def build_cache(instance: DeclaredInstance, geometry: Geometry, arena: Arena, ops: Ops, model: str = "") -> KVCache:
-    """Build the cache of one instance; if there was one of this name, the new one takes over its share of the arena."""
-    cache = instance.cls(CacheSetup(instance.name, geometry, arena, ops, model), instance.options)
+def build_cache(instance: DeclaredInstance, geometry: Geometry, memory: Memory, ops: Ops, model: str = "") -> KVCache:
+    """Build the cache of one instance; if there was one of this name, the new one takes over its share of memory."""
+    own = memory.add_instance(instance.name)
+    cache = instance.cls(CacheSetup(instance.name, geometry, own, ops, model), instance.options)
     assert hasattr(cache, "contract"), f"{instance.cls.__name__}.__init__ must set self.contract"
+    memory.set_owner(instance.name, cache)
+    memory.set_sizes(instance.name, instance.cls.sizes(instance.options, geometry), geometry.max_seq_len)
     return cache

@@ -6,9 +6,13 @@ The strategies contiguous and sliding_window are subclasses. A block has all the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from cache_strategies.block_table import BlockTableCache, TableSeat, TableSeatT
-from cache_strategies.types import NO_SALT, Blocks, CacheUsage, Salt
+import torch
+
+from cache_strategies.block_table import BlockTableCache, TableSeat, TableSeatT, resolve_kv_dtype
+from cache_strategies.types import NO_SALT, Blocks, CacheUsage, Geometry, Salt, Sizes
+from kernels.store import KVStore, compute_block_bytes
 
 
 class SingleBlockCache(BlockTableCache[TableSeatT]):
@@ -16,16 +20,23 @@ class SingleBlockCache(BlockTableCache[TableSeatT]):
 
     seat_type: type[TableSeatT] = TableSeat  # type: ignore[assignment]  # default; a subclass may set its own
 
-    def bytes_for(self, num_tokens: int) -> int:
-        return self.bytes_per_block
+    @classmethod
+    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
+        tokens, _ = cls.block_layout(options, geometry)
+        size = compute_block_bytes(geometry.layers, tokens, resolve_kv_dtype(options, geometry))
+        return Sizes([size], lambda num_tokens: [1])
+
+    def make_stores(self, parts: Sequence[Sequence[int]], block_size: int, dtype: torch.dtype) -> list[KVStore]:
+        self.region, store = self.make_store(parts[0], block_size, dtype)
+        return [store]
 
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> TableSeatT | None:
         return self._allocate_seat(length=0)
 
     def _allocate_seat(self, length: int) -> TableSeatT | None:
         """Return a seat of `length` tokens with a newly allocated block; None if there is not enough memory."""
-        block = None if self.table.is_full else self.setup.arena.allocate(self.name, self.store.pages_per_block)
-        return None if block is None else self._make_seat(block, length)
+        blocks = None if self.table.is_full else self.region.allocate()
+        return None if blocks is None else self._make_seat(blocks[0], length)
 
     def _make_seat(self, block: int, length: int) -> TableSeatT:
         seat = self.seat_type(self.table.allocate_row(), [block], length)
@@ -50,13 +61,13 @@ class SingleBlockCache(BlockTableCache[TableSeatT]):
     def close(self, seat: TableSeatT) -> None:
         self.seats.remove(seat)
         self.table.release_row(seat.index)
-        self.setup.arena.release(self.name, seat.blocks.pop(), self.store.pages_per_block)
+        self.region.release([seat.blocks.pop()])
 
     def usage(self) -> CacheUsage:
         tokens = sum(seat.length for seat in self.seats)
         kept = sum(min(seat.num_kept, self.store.block_size) for seat in self.seats)
-        reserved, used = len(self.seats) * self.bytes_per_block, int(kept * self.bytes_per_token)
-        return CacheUsage(len(self.seats), tokens, reserved, used, 0, reserved - used, self.limit_bytes)
+        reserved, used = len(self.seats) * self.region.size, kept * self.store.block_bytes // self.store.block_size
+        return CacheUsage(len(self.seats), tokens, reserved, used, 0, reserved - used, self.setup.memory.limit_bytes)
 
     def blocks(self) -> Blocks:
         return Blocks(in_use=len(self.seats))
@@ -64,6 +75,6 @@ class SingleBlockCache(BlockTableCache[TableSeatT]):
     def check_integrity(self) -> None:
         blocks = [seat.blocks[0] for seat in self.seats]
         assert len(set(blocks)) == len(blocks)
-        assert self.setup.arena.num_held_pages(self.name) == len(blocks) * self.store.pages_per_block
+        assert self.region.num_held == len(blocks)
         assert len({seat.index for seat in self.seats}) == len(self.seats)
         assert all(0 <= seat.length <= self.setup.geometry.max_seq_len for seat in self.seats)

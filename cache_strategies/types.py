@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple
@@ -85,12 +85,12 @@ class CacheUsage(NamedTuple):
 
     seats: int  # number of open seats
     tokens: int  # number of committed tokens in open seats; shared tokens count once
-    reserved: int  # bytes of arena pages that the instance holds
+    reserved: int  # bytes of the blocks that the instance holds
     used: int  # bytes that hold tokens of open seats or of pins
     idle: int  # bytes that hold tokens of closed seats, kept for reuse
-    wasted: int  # bytes of held pages that hold no tokens
+    wasted: int  # bytes of held blocks that hold no tokens
     limit: int  # maximum of `reserved`
-    # bytes that open seats hold outside of the arena, such as what a scorer of keys remembers: in none of the others
+    # bytes that open seats hold outside of the regions, such as what a scorer of keys remembers: in none of the others
     outside: int = 0
 
 
@@ -104,20 +104,19 @@ class Blocks(NamedTuple):
     idle: int = 0
 
 
-class PageState(IntEnum):
-    """What an arena page is used for; of several states that apply, the last in this list."""
+class BlockState(IntEnum):
+    """What a block of a region is used for; of several states that apply, the last in this list."""
 
     FREE = 0
-    UNTOUCHED = 1  # the operating system has not provided its memory yet
-    IDLE = 2  # kept for reuse, and freed when memory is needed
-    IN_USE = 3  # of one sequence
-    SHARED = 4  # of several sequences
-    PENDING = 5  # one sequence computes it, and others may wait for it
-    PINNED = 6
+    IDLE = 1  # kept for reuse, and freed when memory is needed
+    IN_USE = 2  # of one sequence
+    SHARED = 3  # of several sequences
+    PENDING = 4  # one sequence computes it, and others may wait for it
+    PINNED = 5
 
 
-class PageInfo(NamedTuple):
-    """What a cache knows about one of its pages, by the block that the page is a part of."""
+class BlockInfo(NamedTuple):
+    """What a cache knows about one of its blocks."""
 
     first_token: int | None  # number of tokens before those of the block in its sequences; None: unknown
     num_tokens: int | None  # number of computed tokens in the block; None: unknown
@@ -149,11 +148,17 @@ class Geometry:
     max_num_batched_tokens: int
 
 
-class SeatShape(NamedTuple):
-    """The arena memory that one sequence needs: the size and the number of its blocks."""
+class Sizes(NamedTuple):
+    """The memory that a sequence takes, by region, in the order in which the strategy makes its regions."""
 
-    block_bytes: int  # bytes of a block, which is allocated as consecutive pages
-    blocks: int  # maximum number of blocks of a sequence; 0: the strategy does not use the arena
+    block_bytes: Sequence[int] = ()  # bytes of a block; empty: the strategy has no regions
+    # Of a sequence of so many tokens: the most blocks that it holds at one time, by region
+    count_blocks: Callable[[int], Sequence[int]] = lambda num_tokens: ()
+
+    def count_bytes(self, num_tokens: int, round_block: Callable[[int], int]) -> int:
+        """Return the most bytes that a sequence holds at one time; a block takes round_block(bytes) bytes."""
+        counts = self.count_blocks(num_tokens)
+        return sum(count * round_block(size) for count, size in zip(counts, self.block_bytes, strict=True))
 
 
 class BlockNaming(NamedTuple):

@@ -170,7 +170,7 @@ class LLM:
         params = options.to_sampling(operator.index(max_tokens))
         try:
             submit = Submit("", ids, params, kv_cache=kv_cache)
-            name, _ = self._selector.choose(submit, self.engine.core.arena.usage)
+            name, _ = self._selector.choose(submit, self.engine.core.memory.usage)
         except RequestError as error:
             raise ValueError(error.message) from None
         core, grammar = self.engine.core, self._make_grammar(structured_outputs)

@@ -228,9 +228,9 @@ class EngineState:
     blocks: Mapping[str, Blocks]
     floor_bytes: Mapping[str, int]
     quarantined: Collection[str]  # instances that get no requests after repeated faults
-    pool_free: int  # usable bytes of KV memory that no instance holds
-    pool_held: int  # bytes of KV memory that instances hold
-    pool_untouched: int  # bytes of KV memory that the system has not provided yet
+    pool_held: int  # bytes of KV memory that strategies hold
+    pool_warm: int  # bytes of KV memory that no strategy holds, and that the system has provided
+    pool_cold: int  # bytes of KV memory that no strategy holds, and that the system does not provide now
     device_memory: DeviceMemory
     process_memory: Mapping[Role, int]  # resident bytes by role of the process
     # By name of the roll-out: its state, such as "canary", and the share of requests that its candidate serves, 0 to 1

@@ -35,7 +35,7 @@ APART = (
 )
 # Folders and files of tests with thousands of cases; `--thorough-share` runs a part of them, another one in each run.
 THOROUGH = (
-    "cache_strategies/test_arena.py",
+    "cache_strategies/test_memory.py",
     "contract",
     "end_to_end/test_metal.py",
     "engine/test_deterministic.py",

@@ -87,7 +87,7 @@ def wait_for_memory(http: httpx.Client) -> None:
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         memory = http.get("/v1/kv_cache").json().get("memory")
-        if memory is None or memory["usable_bytes"] == memory["bytes"]:
+        if memory is None or memory.get("usable_bytes", memory["bytes"]) == memory["bytes"]:
             return
         time.sleep(10 * POLL_SECONDS)
     raise SystemExit(f"after {TIMEOUT_SECONDS:g} s not all KV memory is usable")

@@ -1,4 +1,4 @@
-"""Builds the cache of one strategy for use outside the server, with an arena of its own; the caller computes attention.
+"""Builds the cache of one strategy for use outside the server, with a memory of its own; the caller computes attention.
 
 Finds strategies through the registry; knows neither models nor how attention is computed.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from cache_strategies import registry
-from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
+from cache_strategies.memory import find_space, make_memory
 from cache_strategies.types import Geometry
 from config.settings import StrategySettings
 from kernels.backends import load_ops
@@ -25,12 +25,12 @@ def build_standalone_cache(kind: str, options: dict[str, Any], geometry: Geometr
     Raises SettingsError for an unknown kind or option.
     """
     instances = registry.resolve_instances({kind: StrategySettings(kind=kind, **options)})
-    pages = max(1, geometry.max_seats * registry.sequence_pages(instances, geometry))
     ops: Any = _WriteOnlyOps(load_ops(device_of(device), geometry.kv_dtype).ops)
     # leave inference mode, as tensors allocated in it cannot be written outside of it
     with torch.inference_mode(False):
-        arena = Arena(pages, registry.page_bytes(instances, geometry), device)
-        return registry.build_caches(instances, geometry, arena, ops)[kind]
+        longest = registry.compute_sequence_bytes(instances, geometry, find_space(device).round_block)
+        memory = make_memory(max(1, geometry.max_seats * longest), device)
+        return registry.build_caches(instances, geometry, memory, ops)[kind]
 
 
 class _WriteOnlyOps:

@@ -240,7 +240,7 @@ class StrategyCache(Cache):
         """Return K and V [B, H, S, D] of the past tokens that the next token of each sequence attends to."""
         spec, setup, B = self._specs[layer], self._cache.setup, len(self._seats)
         shape, kv_dtype = (B, spec.num_kv_heads, spec.head_dim), setup.geometry.kv_dtype
-        zeros = torch.zeros(shape, dtype=kv_dtype, device=setup.arena.memory.device)
+        zeros = torch.zeros(shape, dtype=kv_dtype, device=setup.memory.device)
         self._cache.attend(plan, layer, zeros, zeros, zeros, torch.empty_like(zeros))
         k, v = _stack_kv(plan, layer, B)
         return k[:, :, :-1], v[:, :, :-1]
@@ -271,7 +271,7 @@ class StrategyCache(Cache):
     # ---------------------------------------------------------------- checks
     def _check_update(self, layer: int, key: Tensor, value: Tensor) -> None:
         spec, setup = self._specs[layer], self._cache.setup
-        kv_dtype, device = setup.geometry.kv_dtype, setup.arena.memory.device
+        kv_dtype, device = setup.geometry.kv_dtype, setup.memory.device
         for x in (key, value):
             if x.dim() != 4 or (x.shape[1], x.shape[3]) != (spec.num_kv_heads, spec.head_dim):
                 raise StrategyCacheError(

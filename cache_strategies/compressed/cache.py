@@ -20,12 +20,13 @@ from torch import Tensor
 
 from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row
 from cache_strategies.compressed.compaction import Compactor
-from cache_strategies.compressed.memory import CompressedMemory, count_peak_blocks, list_block_bytes, make_groups
+from cache_strategies.compressed.memory import CompressedMemory, count_peak_blocks, list_block_bytes
 from cache_strategies.compressed.options import Budgets, CompressedOptions, make_scorer
-from cache_strategies.compressed.queries import QueryBuffer, count_peak_query_blocks
+from cache_strategies.compressed.queries import QueryBuffer, compute_query_bytes, find_query_shape
 from cache_strategies.compressed.seat import CompressedSeat, KeptTokens
 from cache_strategies.scorers.base import Scorer
-from cache_strategies.types import NO_SALT, Blocks, CacheUsage, Contract, Geometry, Salt, SeatShape
+from cache_strategies.types import NO_SALT, Blocks, CacheUsage, Contract, Geometry, Salt, Sizes
+from config.errors import SettingsError
 from kernels.ops import KVLocation
 
 
@@ -83,12 +84,12 @@ class CompressedCache(KVCache[CompressedSeat]):
 
     def __init__(self, setup: CacheSetup, options: CompressedOptions) -> None:
         super().__init__(setup, options)
-        geometry, arena = setup.geometry, setup.arena
+        geometry = setup.geometry
         scorer = make_scorer(setup.name, options, geometry.layers)
         self.budgets = Budgets(options, geometry)
         self.memory = CompressedMemory(setup, options, self.budgets)
         self.groups, self.stores = self.memory.groups, self.memory.stores
-        dtype, device = self.memory.dtype, arena.memory.device
+        dtype, device = self.memory.dtype, setup.memory.device
         setup.ops.prepare(geometry.layers, geometry.kv_dtype, dtype)
         self._q_start = torch.zeros(geometry.max_seats + 1, dtype=torch.int32, device=device)
         self.queries = self._make_query_buffer(scorer.num_queries, geometry)
@@ -110,31 +111,21 @@ class CompressedCache(KVCache[CompressedSeat]):
         return Compactor(self.setup, self.options, self.memory, self.budgets, scorer, self.queries)
 
     def _make_query_buffer(self, num_queries: int | None, geometry: Geometry) -> QueryBuffer | None:
-        every = self.options.every
-        layers = [i for i, spec in enumerate(geometry.layers) if spec.window is None]
-        if num_queries == 0 or not layers or every > geometry.max_seq_len:
+        try:
+            shape = find_query_shape(self.options, geometry, num_queries)
+        except SettingsError as error:
+            raise SettingsError(f"strategies.{self.name}: {error}") from None
+        if shape is None:
             return None
-        count = every if num_queries is None else num_queries
-        return QueryBuffer(self.name, geometry.layers, layers, count, every, self.memory, geometry.kv_dtype)
+        return QueryBuffer(shape, geometry.layers, self.options.every, self.setup.memory, geometry.kv_dtype)
 
     # ---------------------------------------------------------------- memory
     @classmethod
-    def seat_shape(cls, options: CompressedOptions, geometry: Geometry) -> SeatShape:
-        sizes = list_block_bytes(options, geometry)
-        smallest = min(sizes)
-        blocks = sum(
-            count * -(-size // smallest)
-            for size, count in zip(sizes, count_peak_blocks(options, geometry, geometry.max_seq_len), strict=True)
-        )
-        groups = make_groups(options, geometry)
-        return SeatShape(smallest, blocks + count_peak_query_blocks(options, geometry, groups, sizes))
-
-    def bytes_for(self, num_tokens: int) -> int:
-        peak = count_peak_blocks(self.options, self.setup.geometry, num_tokens)
-        total = sum(self.memory.count_bytes(number, count) for number, count in enumerate(peak))
-        if self.queries is not None and num_tokens > self.queries.first_stored(self.options.every):
-            total += self.memory.count_bytes(self.queries.group, self.queries.num_blocks)
-        return total
+    def sizes(cls, options: CompressedOptions, geometry: Geometry) -> Sizes:
+        keys, queries = list_block_bytes(options, geometry), compute_query_bytes(options, geometry)
+        if not queries:
+            return Sizes(keys, lambda num_tokens: count_peak_blocks(options, geometry, num_tokens))
+        return Sizes([*keys, queries], lambda num_tokens: [*count_peak_blocks(options, geometry, num_tokens), 1])
 
     # ---------------------------------------------------------------- seats
     def open(
@@ -142,7 +133,7 @@ class CompressedCache(KVCache[CompressedSeat]):
     ) -> CompressedSeat | None:
         if not self._free:
             return None
-        device = self.setup.arena.memory.device
+        device = self.setup.memory.device
         groups = [KeptTokens(len(group.layers), group.num_heads, group.num_columns, device) for group in self.groups]
         seat = self._make_seat(self._free.pop(), groups)
         self._seats.add(seat)
@@ -166,7 +157,7 @@ class CompressedCache(KVCache[CompressedSeat]):
     def _grow_queries(self, seat: CompressedSeat, end: int) -> bool:
         """Allocate blocks for the queries before the next boundary, if the row has some and they are looked at."""
         buffer, every = self.queries, self.options.every
-        if buffer is None or seat.query_blocks:
+        if buffer is None or seat.query_block is not None:
             return True
         boundary = -(-end // every) * every
         if end <= buffer.first_stored(boundary) or not self._is_scored_at(boundary):
@@ -273,7 +264,7 @@ class CompressedCache(KVCache[CompressedSeat]):
                 reserved += self.memory.count_bytes(number, len(blocks))
                 used += count * self.stores[number].block_bytes / self.memory.block_size
             if self.queries is not None:
-                size = self.memory.count_bytes(self.queries.group, len(seat.query_blocks))
+                size = 0 if seat.query_block is None else self.queries.region.size
                 reserved, used = reserved + size, used + size
         tokens = sum(seat.length for seat in self._seats)
         outside = {id(seat.states): seat.state_bytes for seat in self._seats}  # those that forks share count once
@@ -284,7 +275,7 @@ class CompressedCache(KVCache[CompressedSeat]):
             int(used),
             idle=0,
             wasted=int(reserved) - int(used),
-            limit=self.limit_bytes,
+            limit=self.setup.memory.limit_bytes,
             outside=sum(outside.values()),
         )
 
@@ -292,17 +283,17 @@ class CompressedCache(KVCache[CompressedSeat]):
         return Blocks(in_use=sum(len(blocks) for seat in self._seats for _, blocks, _ in self._iter_held(seat)))
 
     def check_integrity(self) -> None:
-        held: list[int] = []
+        held: list[list[int]] = [[] for _ in self.groups]
         for seat in self._seats:
             assert seat.boundary <= seat.length < seat.boundary + self.options.every
-            lists = [(number, blocks) for number, blocks, _ in self._iter_held(seat)]
-            if self.queries is not None:
-                lists.append((self.queries.group, seat.query_blocks))
-            for number, blocks in lists:
-                held += [page + i for page in blocks for i in range(self.stores[number].pages_per_block)]
             for number, blocks, count in self._iter_held(seat):
+                held[number] += blocks
                 assert count <= len(blocks) * self.memory.block_size, number
             for kept in seat.groups:
                 assert bool((kept.positions.diff(dim=2) > 0).logical_or(kept.positions[:, :, 1:] < 0).all())
                 assert kept.positions.numel() == 0 or int(kept.positions.max()) < seat.boundary
-        assert len(held) == len(set(held)) == self.setup.arena.num_held_pages(self.name)
+        for blocks, region in zip(held, self.memory.regions, strict=True):
+            assert len(blocks) == len(set(blocks)) == region.num_held
+        if self.queries is not None:
+            queries = [seat.query_block for seat in self._seats if seat.query_block is not None]
+            assert len(queries) == len(set(queries)) == self.queries.region.num_held

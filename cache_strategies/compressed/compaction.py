@@ -117,7 +117,7 @@ class Compactor:
 
     def _make_selection(self, kept: KeptTokens, positions: Sequence[Tensor], indices: Sequence[Tensor]) -> Selection:
         """Return the selection of the keys at these indices [layers, heads of the column, kept], by column."""
-        size, device = self._memory.block_size, self._setup.arena.memory.device
+        size, device = self._memory.block_size, self._setup.memory.device
         src, dst = [], []
         for blocks, index in zip(kept.blocks, indices, strict=True):
             slots = (torch.tensor(blocks)[:, None] * size + torch.arange(size)).flatten().to(device)

@@ -26,25 +26,27 @@ class CompressedMemory:
         self._setup = setup
         self._options = options
         self._budgets = budgets
-        geometry, arena = setup.geometry, setup.arena
+        geometry = setup.geometry
         self.specs = geometry.layers
         self.block_size = options.block_size
         self.dtype = resolve_kv_dtype(options, geometry)
         self.groups = make_groups(options, geometry)
         numbers = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
         self.group_by_layer = [numbers[layer] for layer in range(len(geometry.layers))]
+        sizes = list_block_bytes(options, geometry)
+        self.regions = [setup.memory.region(size) for size in sizes]
         self.stores = [
             KVStore(
-                arena,
+                region,
                 {i: geometry.layers[i] for i in group.layers},
                 self.block_size,
                 self.dtype,
                 split_heads=group.split_heads,
             )
-            for group in self.groups
+            for region, group in zip(self.regions, self.groups, strict=True)
         ]
         self.tables = [
-            GroupTable(group, geometry.max_seats, self._count_width(group), self.block_size, arena.memory.device)
+            GroupTable(group, geometry.max_seats, self._count_width(group), self.block_size, setup.memory.device)
             for group in self.groups
         ]
 
@@ -55,25 +57,13 @@ class CompressedMemory:
         kept = self._budgets.count_kept(group.layers[0], longest) * group.num_columns
         return -(-min(longest, kept + every) // self.block_size)
 
-    def allocate(self, number: int, count: int) -> list[int] | None:
-        """Return this number of new blocks of a group; None if there is not enough memory."""
-        blocks: list[int] = []
-        while len(blocks) < count:
-            block = self._setup.arena.allocate(self._setup.name, self.stores[number].pages_per_block)
-            if block is None:
-                self.release(number, blocks)
-                return None
-            blocks.append(block)
-        return blocks
-
     def count_bytes(self, number: int, num_blocks: int) -> int:
         """Return the bytes of this number of blocks of a group."""
-        return num_blocks * self.stores[number].pages_per_block * self._setup.arena.page_bytes
+        return num_blocks * self.regions[number].size
 
     def release(self, number: int, blocks: Sequence[int]) -> None:
         """Free blocks of a group."""
-        for block in blocks:
-            self._setup.arena.release(self._setup.name, block, self.stores[number].pages_per_block)
+        self.regions[number].release(blocks)
 
     def copy_blocks(self, number: int, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy blocks of a group."""
@@ -85,7 +75,7 @@ class CompressedMemory:
         missing = -(-num_tokens // self.block_size) - len(blocks)
         if missing <= 0:
             return True
-        new = self.allocate(number, missing)
+        new = self.regions[number].allocate(missing)
         if new is None:
             return False
         self.tables[number].write(seat.index, column, len(blocks), new)

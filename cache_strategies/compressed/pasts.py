@@ -30,7 +30,7 @@ class PastReader:
         self._states = states
         self._queries: dict[int, Tensor] = {}  # [T, Hq, D] by layer
         if queries is not None:
-            self._queries = dict(zip(queries.layers, queries.read(seat), strict=True))
+            self._queries = dict(zip(queries.shape.layers, queries.read(seat), strict=True))
 
     def read(self, layer: int, column: int, positions: Tensor) -> Past:
         """Return what the scorer sees of the keys at `positions` [H, S] of a layer, or of its head `column`."""

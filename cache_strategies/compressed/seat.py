@@ -72,7 +72,7 @@ class Move:
 class CompressedSeat(Seat):
     """A seat, what its groups of layers keep, and what its scorer remembers."""
 
-    __slots__ = ("boundary", "groups", "index", "move", "query_blocks", "state_bytes", "states")
+    __slots__ = ("boundary", "groups", "index", "move", "query_block", "state_bytes", "states")
 
     def __init__(self, index: int, groups: list[KeptTokens]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class CompressedSeat(Seat):
         self.index = index  # number of the seat among the open ones: its rows of the tables
         self.groups = groups
         self.boundary = 0  # position of the last boundary: all later tokens are kept by all heads
-        self.query_blocks: list[int] = []  # blocks with the latest queries, while a boundary is near
+        self.query_block: int | None = None  # the block with the latest queries, while a boundary is near
         self.states: States = {}  # forks share them until their next boundaries
         self.state_bytes = 0  # of `states`
         self.move: Move | None = None  # while a compaction is under way

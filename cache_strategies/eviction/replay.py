@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from cache_strategies.arena import Arena
 from cache_strategies.base import CacheSetup, Row
 from cache_strategies.eviction import list_policies, load_policy
 from cache_strategies.eviction.optimum import compute_max_hits, count_distinct_blocks, make_visits
+from cache_strategies.memory import find_space, make_memory
 from cache_strategies.paged.base import PagedOptions
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
@@ -76,10 +76,14 @@ class Replay:
         self._now = 0.0
         options = PagedOptions(block_size=block_size, eviction=policy)
         geometry = Geometry([LAYER], torch.float32, max_seats=1, max_seq_len=longest, max_num_batched_tokens=longest)
-        self._arena = Arena(blocks, PagedCache.seat_shape(options, geometry).block_bytes)
+        (block_bytes,) = PagedCache.sizes(options, geometry).block_bytes
+        self._block_bytes = find_space("cpu").round_block(block_bytes)
+        self._memory = make_memory(blocks * self._block_bytes)
         # The operations are never called: the replay computes no keys, and a single seat never needs a copy-on-write.
-        setup = CacheSetup(NAME, geometry, self._arena, ReferenceOps(), clock=lambda: self._now)
+        own = self._memory.add_instance(NAME)
+        setup = CacheSetup(NAME, geometry, own, ReferenceOps(), clock=lambda: self._now)
         self._cache = PagedCache(setup, options)
+        self._memory.set_owner(NAME, self._cache)
 
     def replay_request(self, request: RecordedRequest) -> int:
         """Run a request through the cache; return the number of prompt tokens that were found in it."""
@@ -101,7 +105,7 @@ class Replay:
 
     @property
     def evictions(self) -> int:
-        return self._arena.num_reclaimed_pages(NAME)
+        return self._memory.get_evicted_bytes(NAME) // self._block_bytes
 
 
 def replay(requests: Sequence[RecordedRequest], blocks: int, policy: str, block_size: int = 32) -> ReplayCounts:

@@ -11,9 +11,9 @@ mirror, without a copy in another order (attention.py says when torch copies 16-
 many KV heads as query heads has nothing to repeat, and no mirror: attention multiplies by the transposed history.
 
 With a batch, the history would be [tokens, batch * H, D] and the mirror [batch * Hq, tokens, D]. Here every seat has a
-block of its own in the arena, and is a batch of one sequence: sequences come and go at any time and have different
+block of its own, and is a batch of one sequence: sequences come and go at any time and have different
 lengths, and a shared tensor would hold all of them as long as the longest one. The rows of a step are computed one
-after the other. A block has room for max_seq_len tokens and is one run of pages, which holds both copies of all layers:
+after the other. A block has room for max_seq_len tokens and holds both copies of all layers:
 
     block  | layer 0: K history | K mirror | V history | V mirror | layer 1: ... |
 
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row, Seat
 from cache_strategies.mirrored.attention import attend_to_mirror, first_visible
-from cache_strategies.types import KEEPS_EVERYTHING, NO_SALT, Blocks, CacheUsage, Geometry, Salt, SeatShape
+from cache_strategies.types import KEEPS_EVERYTHING, NO_SALT, Blocks, CacheUsage, Geometry, Salt, Sizes
 from kernels.arguments import check, check_new_tokens
 from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec
@@ -63,6 +63,11 @@ def _add_mirrors(geometry: Geometry) -> list[LayerSpec]:
         spec._replace(num_kv_heads=spec.num_kv_heads + spec.num_q_heads) if is_grouped(spec) else spec
         for spec in geometry.layers
     ]
+
+
+def _compute_bytes(geometry: Geometry) -> int:
+    """Return the bytes of a sequence's block."""
+    return compute_block_bytes(_add_mirrors(geometry), geometry.max_seq_len, geometry.kv_dtype)
 
 
 def _view_plane(plane: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -167,7 +172,8 @@ class MirroredCache(KVCache[MirroredSeat]):
         super().__init__(setup, options)
         geometry = setup.geometry
         # `stores` stays empty, as its addresses would not be those of the model's layers
-        self._memory = KVStore(setup.arena, _add_mirrors(geometry), geometry.max_seq_len, geometry.kv_dtype)
+        self._region = setup.memory.region(_compute_bytes(geometry), "histories and mirrors")
+        self._memory = KVStore(self._region, _add_mirrors(geometry), geometry.max_seq_len, geometry.kv_dtype)
         self.seats: set[MirroredSeat] = set()
         # The keys do not depend on how tokens were split into rows, but attention does: torch sums a product in another
         # order if the number of queries differs. False keeps drafts from changing a text by that.
@@ -175,26 +181,14 @@ class MirroredCache(KVCache[MirroredSeat]):
 
     # ---------------------------------------------------------------- memory
     @classmethod
-    def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
-        return SeatShape(compute_block_bytes(_add_mirrors(geometry), geometry.max_seq_len, geometry.kv_dtype), 1)
-
-    @property
-    def bytes_per_block(self) -> int:
-        """The bytes that a seat takes in the arena, including unused bytes at the end of its last page."""
-        return self._memory.pages_per_block * self.setup.arena.page_bytes
-
-    @property
-    def bytes_per_token(self) -> float:
-        """The bytes that a token's keys and values take in all layers and both copies together."""
-        return self._memory.block_bytes / self._memory.block_size
-
-    def bytes_for(self, num_tokens: int) -> int:
-        return self.bytes_per_block
+    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
+        return Sizes([_compute_bytes(geometry)], lambda num_tokens: [1])
 
     def usage(self) -> CacheUsage:
         tokens = sum(seat.length for seat in self.seats)
-        reserved, used = len(self.seats) * self.bytes_per_block, int(tokens * self.bytes_per_token)
-        return CacheUsage(len(self.seats), tokens, reserved, used, 0, reserved - used, self.limit_bytes)
+        reserved = len(self.seats) * self._region.size
+        used = tokens * self._memory.block_bytes // self._memory.block_size
+        return CacheUsage(len(self.seats), tokens, reserved, used, 0, reserved - used, self.setup.memory.limit_bytes)
 
     def blocks(self) -> Blocks:
         return Blocks(in_use=len(self.seats))
@@ -209,10 +203,10 @@ class MirroredCache(KVCache[MirroredSeat]):
         """Return a seat of `length` tokens with a newly allocated block; None if there is not enough memory."""
         if len(self.seats) == self.setup.geometry.max_seats:
             return None
-        block = self.setup.arena.allocate(self.name, self._memory.pages_per_block)
-        if block is None:
+        blocks = self._region.allocate()
+        if blocks is None:
             return None
-        seat = MirroredSeat(block, _view_layers(self._memory, block, self.setup.geometry.layers), length)
+        seat = MirroredSeat(blocks[0], _view_layers(self._memory, blocks[0], self.setup.geometry.layers), length)
         seat.room = self.setup.geometry.max_seq_len
         self.seats.add(seat)
         return seat
@@ -235,7 +229,7 @@ class MirroredCache(KVCache[MirroredSeat]):
 
     def close(self, seat: MirroredSeat) -> None:
         self.seats.remove(seat)
-        self.setup.arena.release(self.name, seat.block, self._memory.pages_per_block)
+        self._region.release([seat.block])
 
     # ---------------------------------------------------------------- steps
     def plan(self, rows: Sequence[Row[MirroredSeat]]) -> MirroredPlan:
@@ -248,12 +242,12 @@ class MirroredCache(KVCache[MirroredSeat]):
         return MirroredPlan(self, rows)
 
     def visible_positions(self, length: int, spec: LayerSpec) -> Tensor:
-        return torch.arange(first_visible(length - 1, spec), length, device=self.setup.arena.memory.device)
+        return torch.arange(first_visible(length - 1, spec), length, device=self.setup.memory.device)
 
     def check_integrity(self) -> None:
         blocks = [seat.block for seat in self.seats]
         assert len(set(blocks)) == len(blocks) <= self.setup.geometry.max_seats
-        assert self.setup.arena.num_held_pages(self.name) == len(blocks) * self._memory.pages_per_block
+        assert self._region.num_held == len(blocks)
         for seat in self.seats:
             assert 0 <= seat.length <= self.setup.geometry.max_seq_len
             assert seat.is_zeroed or seat.length == 0

@@ -59,7 +59,7 @@ class Accounting:
             references.update(seat.blocks)
             for held in seat.windowed:
                 references.update(held.values())
-        counts = [n for block, n in references.items() if block >= 0]  # others have no pages
+        counts = [n for block, n in references.items() if block >= 0]  # others take no memory
         return Blocks(
             in_use=len(counts),
             shared=sum(1 for n in counts if n > 1),

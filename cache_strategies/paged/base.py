@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
@@ -21,35 +22,37 @@ from cache_strategies.block_table import BlockTableCache, TableOptions, resolve_
 from cache_strategies.eviction import load_policy
 from cache_strategies.eviction.block_metrics import BlockMetrics
 from cache_strategies.eviction.queue import EvictionQueue
+from cache_strategies.memory import Region
 from cache_strategies.paged.accounting import Accounting, iter_blocks
 from cache_strategies.paged.block_copies import BlockCopies
 from cache_strategies.paged.block_pool import BlockPool
-from cache_strategies.paged.layer_groups import LayerLayout, divide_layers
+from cache_strategies.paged.layer_groups import LayerGroup, LayerLayout, group_by_window
 from cache_strategies.paged.pins import Pins
 from cache_strategies.paged.prefix_index import BlockHash, BlockHasher, PendingBlocks
 from cache_strategies.paged.prefix_tree import PrefixTree, find_prefix, list_path, list_subtree
-from cache_strategies.paged.ref_counts import RefCounts
+from cache_strategies.paged.ref_counts import GroupMemory
 from cache_strategies.paged.seat import PagedSeat
 from cache_strategies.paged.windowed_blocks import WindowedBlocks
 from cache_strategies.types import (
     EVERYTHING,
     KEEPS_EVERYTHING,
     BlockEvents,
+    BlockInfo,
     BlockNaming,
     Blocks,
+    BlockState,
     CachedPrefix,
     CacheUsage,
     Geometry,
-    PageInfo,
-    PageState,
     Pin,
     PinError,
     Salt,
     SaltScope,
-    SeatShape,
+    Sizes,
 )
 from config.errors import SettingsError
 from config.units import Duration
+from kernels.store import KVStore, compute_block_bytes
 
 log = logging.getLogger(__name__)
 
@@ -82,25 +85,25 @@ class PagedBase(BlockTableCache[PagedSeat]):
         self.block_size = self.store.block_size
         self.prefix_cache = options.prefix_cache
         self.layout = self._divide(options, setup.geometry)
-        parts = [len(group.parts) for group in self.layout.groups]
-        part_pages = max(store.pages_per_block for store in self.stores)
-        self._part_pages, self._part_bytes = part_pages, part_pages * setup.arena.page_bytes
-        ref_counts = RefCounts(setup.arena, setup.name, part_pages, parts)
         self._block_metrics = BlockMetrics(setup.clock)
         eviction_queue = EvictionQueue(load_policy(options.eviction), setup.clock)
-        group_bytes = [n * self._part_bytes for n in parts]
-        self.pool = BlockPool(ref_counts, eviction_queue, self._block_metrics, group_bytes, self.layout.widest_group)
+        groups = [GroupMemory(*each) for each in zip(self._regions, self._columns, strict=True)]
+        self._block_bytes = [group.block_bytes for group in groups]
+        self.pool = BlockPool(groups, eviction_queue, self._block_metrics, self.layout.widest_group)
         self.pending = PendingBlocks[PagedSeat]()
         self.pinned = Pins(setup.clock)
         self._ttl = math.inf if options.ttl is None else options.ttl
         self._hasher = BlockHasher(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
         self._blocks_to_complete: set[int] = set()  # pending blocks that are fully computed after this step
-        stores = iter(self.stores)
-        self._stores_by_group = [[next(stores) for _ in range(n)] for n in parts]
         self._copies = BlockCopies(self.pool, self._block_metrics, self._stores_by_group)
-        self.windowed = WindowedBlocks(self.layout, self.pool, self.pending, self._copies, self.table)
+        self.windowed = WindowedBlocks(
+            self.layout, self.pool, self.pending, self._copies, self.table, self._block_bytes
+        )
         self.has_windows = self.layout.has_windows
-        token_bytes = [sum(store.block_bytes for store in each) / self.block_size for each in self._stores_by_group]
+        token_bytes = [
+            0.0 if store is None else columns * store.block_bytes / self.block_size
+            for store, columns in zip(self._stores_by_group, self._columns, strict=True)
+        ]
         self._accounting = Accounting(self.pool, self.block_size, token_bytes)
         self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized, rewind=self.windowed.rewind)
         if self.has_windows:
@@ -115,22 +118,44 @@ class PagedBase(BlockTableCache[PagedSeat]):
     @classmethod
     def _divide(cls, options: Any, geometry: Geometry) -> LayerLayout:
         block_size, _ = cls.block_layout(options, geometry)
-        return divide_layers(geometry.layers, block_size, geometry.max_seq_len, resolve_kv_dtype(options, geometry))
+        return group_by_window(geometry.layers, block_size, geometry.max_seq_len)
 
     @classmethod
     def divide_layers(cls, options: Any, geometry: Geometry) -> Sequence[Sequence[int]]:
-        return cls._divide(options, geometry).parts
+        return [each.layers for each in cls._divide(options, geometry).groups for _ in range(each.num_columns)]
+
+    def make_stores(self, parts: Sequence[Sequence[int]], block_size: int, dtype: torch.dtype) -> list[KVStore]:
+        groups = self._divide(self.options, self.setup.geometry).groups
+        self._columns = [group.num_columns for group in groups]
+        self._regions: list[Region | None] = []
+        self._stores_by_group: list[KVStore | None] = []
+        for group in groups:
+            region, store = self.make_group_store(group, block_size, dtype) if group.layers else (None, None)
+            self._regions.append(region)
+            self._stores_by_group.append(store)
+        stores = zip(self._stores_by_group, self._columns, strict=True)
+        return [store for store, columns in stores if store is not None for _ in range(columns)]
+
+    def make_group_store(self, group: LayerGroup, block_size: int, dtype: torch.dtype) -> tuple[Region, KVStore]:
+        """Return a new region for a group of layers, and the store in it."""
+        return self.make_store(group.layers, block_size, dtype)
 
     @classmethod
-    def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
-        layout = cls._divide(options, geometry)
-        return SeatShape(layout.part_bytes, layout.count_part_blocks(geometry.max_seq_len, longest_row_of(geometry)))
+    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
+        layout, longest_row = cls._divide(options, geometry), longest_row_of(geometry)
+        sizes = [cls.count_group_bytes(group, options, geometry) for group in layout.stored]
+        return Sizes(
+            sizes,
+            lambda num_tokens: [
+                group.num_columns * layout.count_blocks(group, num_tokens, longest_row) for group in layout.stored
+            ],
+        )
 
-    def bytes_for(self, num_tokens: int) -> int:
-        if not self.has_windows:
-            return self._blocks_for(num_tokens) * len(self._stores_by_group[0]) * self._part_bytes
-        longest_row = longest_row_of(self.setup.geometry)
-        return self.layout.count_part_blocks(num_tokens, longest_row) * self._part_bytes
+    @classmethod
+    def count_group_bytes(cls, group: LayerGroup, options: Any, geometry: Geometry) -> int:
+        """Return the bytes of an allocation in the region of a group."""
+        layers, dtype = [geometry.layers[i] for i in group.layers], resolve_kv_dtype(options, geometry)
+        return compute_block_bytes(layers, cls.block_layout(options, geometry)[0], dtype)
 
     # ---------------------------------------------------------------- prefixes
     def _hash_blocks(self, tokens: Sequence[int], salt: Salt) -> list[BlockHash]:
@@ -150,7 +175,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
             blocks.append(block)
         if not self.has_windows:
             return len(blocks), blocks
-        if self._stores_by_group[0]:
+        if self._columns[0]:
             return self.windowed.limit_prefix(hashes, () if computed else blocks, len(blocks)), blocks
         pending = [] if computed else [self.pool.find(block_hash) for block_hash in hashes]
         return self.windowed.limit_prefix(hashes, pending, min(len(hashes), limit // self.block_size)), blocks
@@ -161,45 +186,47 @@ class PagedBase(BlockTableCache[PagedSeat]):
 
     def _write_table(self, seat: PagedSeat, first: int = 0) -> None:
         """Write the seat's blocks of layers without a window to the block table, from the `first` on."""
-        stores = len(self._stores_by_group[0])
-        if stores == 1:
+        if self._columns == [1]:  # then a block has the number of its allocation
             self.table.write(seat, first)
-        for store in range(stores if stores > 1 else 0):
-            pages = [self.pool.pages(block)[store] for block in seat.blocks[first:]]
-            self.table.write_blocks(seat.index, first, pages, store)
+            return
+        columns = [self.pool.columns(block) for block in seat.blocks[first:]]
+        for number in range(self._columns[0]):
+            self.table.write_blocks(seat.index, first, [each[number] for each in columns], number)
 
     def _find_bad_blocks(self, blocks: Sequence[int]) -> set[int]:
         """Return those of these full blocks that have NaN or infinite values."""
         bad: set[int] = set()
-        for group, stores in enumerate(self._stores_by_group):
+        for group, store in enumerate(self._stores_by_group):
             members = [block for block in blocks if self.pool.group(block) == group]
-            for part, store in enumerate(stores):
-                finite = store.find_finite_blocks([self.pool.pages(block)[part] for block in members])
+            for column in range(self._columns[group]):
+                assert store is not None
+                finite = store.find_finite_blocks([self.pool.columns(block)[column] for block in members])
                 bad.update(block for block, good in zip(members, finite, strict=True) if not good)
         return bad
 
-    def idle_pages(self) -> int:
-        return self.pool.idle_bytes // self.setup.arena.page_bytes
+    @property
+    def idle_bytes(self) -> int:
+        return self.pool.idle_bytes
 
-    def reclaim(self, pages: int) -> int:
-        page_bytes, num_freed = self.setup.arena.page_bytes, 0
-        while num_freed < pages and self.pool.num_idle:
-            num_freed += self.pool.evict() // page_bytes
-        return num_freed
+    def evict(self, num_bytes: int) -> int:
+        freed = 0
+        while freed < num_bytes and self.pool.num_idle:
+            freed += self.pool.evict()
+        return freed
 
     # ---------------------------------------------------------------- retention, pins and dropped prefixes
     def retain(self, seat: PagedSeat, *, priority: int, ttl: float | None) -> None:
         seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
 
     def clear(self, scope: SaltScope = EVERYTHING) -> int:
-        before = self.setup.arena.num_held_pages(self.name)
+        before = self.setup.memory.held_bytes
         for pin_id in self.pinned.find_in_scope(scope):
             self.unpin(pin_id)
         self.pool.clear(scope)
         for seat in self.seats:
             if seat.salt is not None and scope.includes(seat.salt):
                 seat.salt = None
-        return (before - self.setup.arena.num_held_pages(self.name)) * self.setup.arena.page_bytes
+        return before - self.setup.memory.held_bytes
 
     def pin(self, tokens: Sequence[int], *, salt: Salt, ttl: float) -> Pin:
         return self._pin(self._hash_blocks(tokens, salt), ttl)
@@ -214,19 +241,19 @@ class PagedBase(BlockTableCache[PagedSeat]):
     def _pin(self, hashes: Sequence[BlockHash], ttl: float) -> Pin:
         """Pin the longest cached prefix of a sequence with these hashes."""
         num_blocks, found = self._find_prefix(hashes, len(hashes) * self.block_size, computed=True)
-        blocks = found[:num_blocks] if self._stores_by_group[0] else []
+        blocks = found[:num_blocks] if self._columns[0] else []
         blocks += self.windowed.list_before(hashes, num_blocks)
         if not blocks:
             raise PinError(
                 "no block of this prefix is cached: send it as a prompt first; it needs at least "
                 f"{self.block_size} tokens"
             )
-        pages = self.pinned_pages() | self._pages(blocks)
-        if (why_not := self.setup.arena.explain_refusal(self.name, pinned=pages)) is not None:
+        pinned = self.pool.list_by_region({*self.pinned.blocks, *blocks})
+        if (why_not := self.setup.memory.explain_refused_pins(pinned)) is not None:
             raise PinError(f"with this pin, {why_not}: pin a shorter prefix, or remove other pins")
         for block in blocks:
             self.pool.incref(block)
-        num_bytes = len(self._pages(blocks)) * self.setup.arena.page_bytes
+        num_bytes = sum(self._block_bytes[self.pool.group(block)] for block in blocks)
         return self.pinned.add(blocks, hashes[num_blocks - 1], num_blocks * self.block_size, num_bytes, ttl)
 
     def unpin(self, pin_id: str) -> bool:
@@ -238,15 +265,15 @@ class PagedBase(BlockTableCache[PagedSeat]):
     def pins(self) -> Sequence[Pin]:
         return self.pinned.list_pins()
 
-    def pinned_pages(self) -> set[int]:
-        return self._pages(self.pinned.blocks)
+    def pinned_blocks(self) -> Mapping[Region, Collection[int]]:
+        return self.pool.list_by_region(self.pinned.blocks)
 
     def drop_prefix(self, prefix_id: str) -> int | None:
         hashes = self.pool.list_hashes()
         last = find_prefix(hashes, prefix_id)
         if last is None:
             return None
-        before = self.setup.arena.num_held_pages(self.name)
+        before = self.setup.memory.held_bytes
         dropped = list_subtree(hashes, self.pool.list_tree(), self._make_tree().find_first(last))
         blocks = dict.fromkeys(block for each in dropped if (block := self.pool.find(each)) is not None)
         for pin_id in self.pinned.find_by_prefix({each.prefix for each in dropped}):
@@ -256,11 +283,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
                 seat.salt = None  # what it computes from now on is not put into the prefix cache
         for block in blocks:
             self.pool.unpublish(block)
-        return (before - self.setup.arena.num_held_pages(self.name)) * self.setup.arena.page_bytes
-
-    def _pages(self, blocks: Iterable[int]) -> set[int]:
-        first_pages = (page for block in blocks for page in self.pool.pages(block))
-        return {page for first in first_pages for page in range(first, first + self._part_pages)}
+        return before - self.setup.memory.held_bytes
 
     # ---------------------------------------------------------------- reports
     def list_prefixes(self, limit: int) -> tuple[Sequence[CachedPrefix], int]:
@@ -280,38 +303,40 @@ class PagedBase(BlockTableCache[PagedSeat]):
             {
                 "tokens": seat.length,
                 "cached_tokens": seat.cached,
-                "blocks": sum(1 for _, block in iter_blocks(seat) if self.pool.pages(block)),
+                "blocks": sum(1 for _, block in iter_blocks(seat) if block >= 0),
             }
             for seat in self.seats
         ]
-        groups = [group for group in self.layout.groups if group.parts]
+        groups = [{"window": each.window, "layers": len(each.layers)} for each in self.layout.stored]
         return {
             "block_size": self.block_size,
-            "layer_groups": [{"window": each.window, "layers": each.num_layers} for each in groups],
+            "layer_groups": groups,
             "blocks": self.blocks()._asdict(),
             "seats": seats,
         }
 
     def usage(self) -> CacheUsage:
-        reserved = self.setup.arena.num_held_pages(self.name) * self.setup.arena.page_bytes
-        return self._accounting.count_usage(self.seats, self.pinned.blocks, reserved, self.limit_bytes)
+        memory = self.setup.memory
+        return self._accounting.count_usage(self.seats, self.pinned.blocks, memory.held_bytes, memory.limit_bytes)
 
     def blocks(self) -> Blocks:
         return self._accounting.count_blocks(self.seats, self.pinned.blocks, len(self.pending))
 
-    def mark_pages(self, states: Tensor) -> None:
-        self.pool.mark_pages(states.numpy())
-        states[list(self._pages(block for block, _ in self.pending.items()))] = PageState.PENDING
-        states[list(self.pinned_pages())] = PageState.PINNED
+    def mark_blocks(self, region: Region, states: Tensor) -> None:
+        self.pool.mark_blocks(region, states.numpy())
+        pending = self.pool.list_by_region([block for block, _ in self.pending.items()])
+        states[pending.get(region, [])] = BlockState.PENDING
+        states[list(self.pinned_blocks().get(region, ()))] = BlockState.PINNED
 
-    def describe_page(self, page: int) -> PageInfo | None:
-        block = self.pool.find_block(page)
-        if block is None:
-            return None
+    def describe_block(self, region: Region, block: int) -> BlockInfo | None:
+        found = self.pool.find_block(region, block)
+        return None if found is None else self._describe(found)
+
+    def _describe(self, block: int) -> BlockInfo:
         block_hash, num_pins = self.pool.find_hash(block), self.pinned.blocks.get(block, 0)
         first_token, num_tokens = self._locate(block, block_hash)
         references = self.pool.count_references(block, self.pinned.blocks)
-        info = PageInfo(first_token, num_tokens, references, num_pins)
+        info = BlockInfo(first_token, num_tokens, references, num_pins)
         if block_hash is None:
             return info
         age, idle = self.pool.measure(block_hash)

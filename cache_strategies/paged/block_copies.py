@@ -13,8 +13,8 @@ from kernels.store import KVStore
 class BlockCopies:
     """The copies to run before the next step writes. Each holds a reference to its source until it has run."""
 
-    def __init__(self, pool: BlockPool, block_metrics: BlockMetrics, stores: Sequence[Sequence[KVStore]]) -> None:
-        """Make an empty set of copies; `stores` has the stores of the parts of each group."""
+    def __init__(self, pool: BlockPool, block_metrics: BlockMetrics, stores: Sequence[KVStore | None]) -> None:
+        """Make an empty set of copies; `stores` has the store of each group, if it has one."""
         self._pool = pool
         self._block_metrics = block_metrics
         self._stores = stores
@@ -41,13 +41,14 @@ class BlockCopies:
 
     def run(self, ops: Ops) -> None:
         """Copy the keys and values; may be repeated."""
-        for group, stores in enumerate(self._stores):
+        for group, store in enumerate(self._stores):
             pairs = [(a, b) for b, a in self._sources.items() if self._pool.group(b) == group]
-            for part, store in enumerate(stores if pairs else ()):
-                sources, copies = (
-                    [self._pool.pages(block)[part] for block in each] for each in zip(*pairs, strict=True)
-                )
-                ops.copy_blocks(store, sources, copies)
+            if pairs and store is not None:
+                sources, copies = zip(*pairs, strict=True)
+                ops.copy_blocks(store, self._list_columns(sources), self._list_columns(copies))
+
+    def _list_columns(self, blocks: Sequence[int]) -> list[int]:
+        return [number for block in blocks for number in self._pool.columns(block)]
 
     def finish(self) -> None:
         """Drop the references to the sources of all copies, which have run."""

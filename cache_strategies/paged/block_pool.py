@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from cache_strategies.eviction.block_metrics import BlockMetrics
 from cache_strategies.eviction.queue import EvictionQueue
+from cache_strategies.memory import Region
 from cache_strategies.paged.prefix_index import BlockHash, PrefixIndex
-from cache_strategies.paged.ref_counts import RefCounts
+from cache_strategies.paged.ref_counts import GroupMemory, RefCounts
 from cache_strategies.types import Miss, SaltScope
 
 
@@ -26,19 +27,18 @@ class BlockPool:
 
     def __init__(
         self,
-        ref_counts: RefCounts,
+        groups: Sequence[GroupMemory],
         eviction_queue: EvictionQueue,
         block_metrics: BlockMetrics,
-        block_bytes: Sequence[int],
         tree_group: int = 0,
     ) -> None:
-        """Make a pool of blocks that take `block_bytes` bytes, by group; those of `tree_group` form the prefix tree."""
-        self._ref_counts = ref_counts
+        """Make a pool of the blocks of some groups; those of `tree_group` form the prefix tree."""
+        self._ref_counts = RefCounts(groups)
         self._eviction_queue = eviction_queue
         self._block_metrics = block_metrics
         self._index = PrefixIndex(tree_group)
-        self._block_bytes = block_bytes
-        self._num_idle = [0] * len(block_bytes)  # by group
+        self._block_bytes = [group.block_bytes for group in groups]
+        self._num_idle = [0] * len(groups)  # by group
 
     # ---------------------------------------------------------------- references
     def allocate(self, group: int = 0) -> int | None:
@@ -90,9 +90,9 @@ class BlockPool:
         """Return the number of the group that a block belongs to."""
         return self._ref_counts.group(block)
 
-    def pages(self, block: int) -> Sequence[int]:
-        """Return the first page of each part of a block: its ids in the parts' stores."""
-        return self._ref_counts.pages(block)
+    def columns(self, block: int) -> Sequence[int]:
+        """Return the numbers of a block's allocations in the region of its group: none if it takes no memory."""
+        return self._ref_counts.columns(block)
 
     # ---------------------------------------------------------------- hashes
     def find(self, block_hash: BlockHash) -> int | None:
@@ -186,13 +186,17 @@ class BlockPool:
     def __len__(self) -> int:
         return len(self._ref_counts)
 
-    def find_block(self, page: int) -> int | None:
-        """Return the block that a page is a part of; None if there is none. Takes time proportional to all blocks."""
-        return self._ref_counts.find_block(page)
+    def find_block(self, region: Region, number: int) -> int | None:
+        """Return the block that an allocation belongs to; None if there is none. May look at all blocks."""
+        return self._ref_counts.find_block(region, number)
 
-    def mark_pages(self, states: NDArray[np.uint8]) -> None:
-        """Write the state of all blocks into `states`, by page: idle, in use, or shared by several references."""
-        self._ref_counts.mark_pages(states)
+    def list_by_region(self, blocks: Collection[int]) -> dict[Region, list[int]]:
+        """Return the allocations of blocks by region."""
+        return self._ref_counts.list_by_region(blocks)
+
+    def mark_blocks(self, region: Region, states: NDArray[np.uint8]) -> None:
+        """Write the state of all blocks in a region into `states`: idle, in use, or shared by several references."""
+        self._ref_counts.mark_blocks(region, states)
 
     def check_integrity(self, references: Mapping[int, int]) -> None:
         """Assert that the bookkeeping is consistent; `references` has the callers' number of references by block."""

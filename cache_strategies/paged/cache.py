@@ -99,16 +99,16 @@ class PagedCache(PagedBase):
         return blocks
 
     def _open_windowed(self, seat: PagedSeat) -> int:
-        """Add references to the windowed blocks of a new seat's prefix; return the number of allocations to come."""
+        """Add references to the windowed blocks of a new seat's prefix; return the bytes of those to come."""
         is_complete = self.windowed.take(seat, seat.length)
         assert is_complete, "a prefix is found only with the windowed blocks before its end"
-        return self.windowed.count_peak_parts(seat, len(seat.tokens), longest_row_of(self.setup.geometry))
+        return self.windowed.count_peak_bytes(seat, len(seat.tokens), longest_row_of(self.setup.geometry))
 
     def _is_cached(self, block_hash: BlockHash) -> bool:
         """Return whether blocks with this hash are cached in all layers without a window, or in all if each has one."""
         if self.pool.find(block_hash) is not None:
             return True
-        return not self._stores_by_group[0] and self.windowed.find_missing_hash(block_hash) is None
+        return not self._columns[0] and self.windowed.find_missing_hash(block_hash) is None
 
     def _free_unusable(self, block_hash: BlockHash) -> None:
         """Free the block with this hash if it is idle: a new seat is about to compute all layers of its tokens.
@@ -116,11 +116,7 @@ class PagedCache(PagedBase):
         Other seats can then wait for the new block, and there are no two blocks with the same contents.
         """
         block = self.pool.find(block_hash)
-        if (
-            block is not None
-            and block not in self.pending
-            and not (self.pool.is_used(block) and self.pool.pages(block))
-        ):
+        if block is not None and block not in self.pending and not (self.pool.is_used(block) and block >= 0):
             self.pool.unpublish(block)
 
     def _release_blocks(self, seat: PagedSeat, first: int = 0) -> None:
@@ -179,7 +175,7 @@ class PagedCache(PagedBase):
         block_hash = seat.get_block_hash(found, self._hasher)
         if block_hash is None:
             return "short"
-        is_missing = self._stores_by_group[0] and self.pool.find(block_hash) is None
+        is_missing = self._columns[0] and self.pool.find(block_hash) is None
         missing = None if is_missing else self.windowed.find_missing_hash(block_hash)
         return self.pool.find_miss_reason(missing or block_hash)
 
@@ -218,19 +214,18 @@ class PagedCache(PagedBase):
             self.windowed.take_from_owners(seat)
         if not self.windowed.make_writable(seat, end):
             return False
-        missing = self.windowed.count_missing_parts(seat, end)
+        missing = self.windowed.count_missing_bytes(seat, end)
         return self._allocate_blocks(seat, end, missing) and self.windowed.allocate(seat, end)
 
     def _allocate_blocks(self, seat: PagedSeat, num_tokens: int, windowed: int = 0) -> bool:
         """Allocate the missing blocks for `num_tokens` tokens, in the table too; return False if they do not all fit.
 
-        Nothing is evicted for a part of them. There must be room for `windowed` allocations of windowed layers besides.
+        Nothing is evicted for a part of them. There must be room for `windowed` bytes of windowed layers besides.
         """
         missing = max(0, self._blocks_for(num_tokens) - len(seat.blocks))
         if not missing and not windowed:
             return True
-        allocations = missing * len(self._stores_by_group[0]) + windowed
-        if not self.setup.arena.can_allocate(self.name, allocations * self._part_pages):
+        if not self.setup.memory.can_allocate(missing * self._block_bytes[0] + windowed):
             return False
         first, length = len(seat.blocks), len(seat.blocks) + missing
         while len(seat.blocks) < length and (block := self.pool.allocate()) is not None:

@@ -1,67 +1,66 @@
-"""Allocates an instance's blocks from the arena and counts the references to each. Knows neither tokens nor seats."""
+"""Allocates an instance's blocks from its regions and counts the references to each. Knows neither tokens nor seats."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_strategies.arena import Arena
-from cache_strategies.types import PageState
+from cache_strategies.memory import Region
+from cache_strategies.types import BlockState
 
-STATE_BY_COUNT = np.array([PageState.IDLE, PageState.IN_USE, PageState.SHARED], np.uint8)  # the last: 2 and more
+STATE_BY_COUNT = np.array([BlockState.IDLE, BlockState.IN_USE, BlockState.SHARED], np.uint8)  # the last: 2 and more
+
+
+class GroupMemory(NamedTuple):
+    """The memory of the blocks of a group of layers."""
+
+    region: Region | None  # None: the blocks take no memory
+    num_columns: int  # allocations of a block in the region
+
+    @property
+    def block_bytes(self) -> int:
+        return 0 if self.region is None else self.region.size * self.num_columns
 
 
 class RefCounts:
     """The reference count of each allocated block: references of seats, pins and unfinished copies.
 
-    A block of a group of layers has pages for each part of the group: `run` consecutive ones. It is identified by the
-    number of its first page. A block of a group without parts takes no memory and is identified by a negative number.
+    A block of a group of layers has one allocation in the group's region, or one for each column. It is identified by
+    the number of the first and of its group: number * groups + group. A block without memory has a negative number.
     """
 
-    def __init__(self, arena: Arena, owner: str, run: int, parts: Sequence[int] = (1,)) -> None:
-        """Make counts for blocks of groups with these numbers of parts."""
-        self._arena = arena
-        self._owner = owner
-        self._run = run
-        self._parts = parts
+    def __init__(self, groups: Sequence[GroupMemory]) -> None:
+        self._groups = groups
         self._counts: dict[int, int] = {}
-        self._pages: dict[int, Sequence[int]] = {}  # first page of each part, of blocks that do not have one part
-        self._groups: dict[int, int] = {}  # number of the group, of blocks that are not in group 0
-        self._num_without_pages = 0  # number of blocks without pages that have been allocated so far
+        self._columns: dict[int, Sequence[int]] = {}  # allocations of blocks that have several
+        self._num_without_memory = 0  # number of blocks without memory that have been allocated so far
 
     def allocate(self, group: int = 0) -> int | None:
         """Allocate a block of a group with one reference; None if there is not enough memory."""
-        parts = self._parts[group]
-        block = self._arena.allocate(self._owner, self._run) if parts == 1 else self._allocate_parts(parts)
-        if block is not None:
-            self._counts[block] = 1
-            if group:
-                self._groups[block] = group
-        return block
-
-    def _allocate_parts(self, parts: int) -> int | None:
-        pages: list[int] = []
-        for _ in range(parts):
-            page = self._arena.allocate(self._owner, self._run)
-            if page is None:
-                for taken in pages:
-                    self._arena.release(self._owner, taken, self._run)
+        region, columns = self._groups[group]
+        if region is None:
+            self._num_without_memory += 1
+            block = -self._num_without_memory
+        else:
+            found = region.allocate(columns)
+            if found is None:
                 return None
-            pages.append(page)
-        self._num_without_pages += not pages
-        block = pages[0] if pages else -self._num_without_pages
-        self._pages[block] = pages
+            block = found[0] * len(self._groups) + group
+            if columns > 1:
+                self._columns[block] = found
+        self._counts[block] = 1
         return block
 
     def group(self, block: int) -> int:
         """Return the number of the group that a block belongs to."""
-        return self._groups.get(block, 0)
+        return block % len(self._groups) if block >= 0 else 0
 
-    def pages(self, block: int) -> Sequence[int]:
-        """Return the first page of each part of a block: its ids in the parts' stores."""
-        return self._pages.get(block, (block,))
+    def columns(self, block: int) -> Sequence[int]:
+        """Return the numbers of a block's allocations in the region of its group."""
+        return () if block < 0 else self._columns.get(block) or (block // len(self._groups),)
 
     def incref(self, block: int) -> bool:
         """Add a reference to a block; return whether the block had none before."""
@@ -89,34 +88,43 @@ class RefCounts:
         """Free a block without references."""
         assert not self._counts[block]
         del self._counts[block]
-        for page in self.pages(block):
-            self._arena.release(self._owner, page, self._run)
-        self._pages.pop(block, None)
-        self._groups.pop(block, None)
+        if (region := self._groups[self.group(block)].region) is not None:
+            region.release(self.columns(block))
+        self._columns.pop(block, None)
 
     def __len__(self) -> int:
         return len(self._counts)
 
-    def find_block(self, page: int) -> int | None:
-        """Return the block that a page is a part of; None if there is none. Takes time proportional to all blocks."""
-        first_pages = range(page - self._run + 1, page + 1)
-        return next((block for block in self._counts if any(first in first_pages for first in self.pages(block))), None)
+    # ---------------------------------------------------------------- reports
+    def find_block(self, region: Region, number: int) -> int | None:
+        """Return the block that an allocation belongs to; None if there is none. May look at all blocks."""
+        group = next(i for i, each in enumerate(self._groups) if each.region is region)
+        block = number * len(self._groups) + group
+        if block in self._counts:
+            return block
+        return next((block for block, columns in self._columns.items() if number in columns), None)
 
-    def mark_pages(self, states: NDArray[np.uint8]) -> None:
-        """Write the state of all blocks into `states`, by page: idle, in use, or shared by several references."""
-        counts = self._counts
-        if self._pages:  # some blocks do not have one part
-            counts = {page: count for block, count in counts.items() for page in self.pages(block)}
-        first_pages = np.fromiter(counts, np.int64, len(counts))
-        found = STATE_BY_COUNT[np.minimum(np.fromiter(counts.values(), np.int64, len(counts)), 2)]
-        for offset in range(self._run):
-            states[first_pages + offset] = found
+    def list_by_region(self, blocks: Collection[int]) -> dict[Region, list[int]]:
+        """Return the allocations of blocks by region."""
+        found: dict[Region, list[int]] = {}
+        for block in blocks:
+            if (region := self._groups[self.group(block)].region) is not None:
+                found.setdefault(region, []).extend(self.columns(block))
+        return found
+
+    def mark_blocks(self, region: Region, states: NDArray[np.uint8]) -> None:
+        """Write the state of all blocks in a region into `states`: idle, in use, or shared by several references."""
+        own = [block for block in self._counts if block >= 0 and self._groups[self.group(block)].region is region]
+        found = STATE_BY_COUNT[np.minimum(np.fromiter((self._counts[block] for block in own), np.int64, len(own)), 2)]
+        for column in range(len(self.columns(own[0])) if own else 0):
+            states[[self.columns(block)[column] for block in own]] = found
 
     def check_integrity(self, references: Mapping[int, int], idle: int) -> None:
         """Assert that the counts equal `references` (by block), and that exactly `idle` blocks have no reference."""
         counted = {block: n for block, n in self._counts.items() if n}
         assert counted == {block: n for block, n in references.items() if n}
         assert len(self._counts) == len(counted) + idle
-        num_runs = sum(len(self.pages(block)) for block in self._counts)
-        assert self._arena.num_held_pages(self._owner) == num_runs * self._run
-        assert self._pages.keys() | self._groups.keys() <= self._counts.keys()
+        by_region = self.list_by_region(self._counts)
+        for region, _ in self._groups:
+            assert region is None or region.num_held == len(by_region.get(region, ()))
+        assert self._columns.keys() <= self._counts.keys()

@@ -28,8 +28,8 @@ class _WindowGroup(NamedTuple):
     window: int
     num_for_hit: int  # how many blocks before a position must be there if a sequence is to go on from there
     num_kept: int  # how many full blocks a seat keeps
-    num_parts: int
-    first_store: int  # number of the store of the group's first part
+    block_bytes: int
+    table: int  # number of the group's table in the block table
 
 
 class WindowedBlocks:
@@ -42,7 +42,9 @@ class WindowedBlocks:
         pending: PendingBlocks[PagedSeat],
         copies: BlockCopies,
         table: BlockTable,
+        block_bytes: Sequence[int],
     ) -> None:
+        """Make an empty set; `block_bytes` are the bytes of a block of each group."""
         self._block_size = layout.block_size
         self._layout = layout
         self._pool = pool
@@ -50,12 +52,11 @@ class WindowedBlocks:
         self._copies = copies
         self._table = table
         self._groups: list[_WindowGroup] = []
-        store = len(layout.groups[0].parts)
-        for number, (window, parts) in enumerate(layout.groups):
+        first = layout.groups[0].num_columns  # each column of the group without a window has a table
+        for number, (window, _, _) in enumerate(layout.groups):
             if window is not None:
-                sizes = count_blocks_for_hit(window, self._block_size), count_kept_blocks(window, self._block_size)
-                self._groups.append(_WindowGroup(number, window, *sizes, len(parts), store))
-                store += len(parts)
+                counts = count_blocks_for_hit(window, self._block_size), count_kept_blocks(window, self._block_size)
+                self._groups.append(_WindowGroup(number, window, *counts, block_bytes[number], first + number - 1))
 
     @property
     def rewind(self) -> int | None:
@@ -146,21 +147,20 @@ class WindowedBlocks:
     def _put(self, group: _WindowGroup, seat: PagedSeat, i: int, block: int) -> None:
         """Make a block the seat's i-th one in a group."""
         seat.windowed[group.number - 1][i] = block
-        for part, page in enumerate(self._pool.pages(block)):
-            self._table.write_blocks(seat.index, i, [page], group.first_store + part)
+        self._table.write_blocks(seat.index, i, self._pool.columns(block), group.table)
 
-    def count_peak_parts(self, seat: PagedSeat, num_tokens: int, longest_row: int) -> int:
-        """Return an upper bound of the allocations for the rest of a new seat's `num_tokens` tokens."""
+    def count_peak_bytes(self, seat: PagedSeat, num_tokens: int, longest_row: int) -> int:
+        """Return an upper bound of the bytes for the rest of a new seat's `num_tokens` tokens."""
         rest = -(-num_tokens // self._block_size) - seat.length // self._block_size
         return sum(
-            group.num_parts
+            group.block_bytes
             * min(rest, self._layout.count_blocks(self._layout.groups[group.number], num_tokens, longest_row))
             for group in self._groups
         )
 
-    def count_missing_parts(self, seat: PagedSeat, end: int) -> int:
-        """Return the number of allocations for the seat's tokens up to position `end`."""
-        return sum(group.num_parts for group, _ in self._iter_missing(seat, end))
+    def count_missing_bytes(self, seat: PagedSeat, end: int) -> int:
+        """Return the bytes of the blocks that are missing for the seat's tokens up to position `end`."""
+        return sum(group.block_bytes for group, _ in self._iter_missing(seat, end))
 
     def allocate(self, seat: PagedSeat, end: int) -> bool:
         """Allocate the missing blocks for the seat's tokens up to position `end`; return False if they do not fit."""

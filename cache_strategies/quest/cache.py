@@ -24,8 +24,9 @@ from torch import Tensor
 
 from cache_strategies.base import CacheSetup, Plan, Row
 from cache_strategies.block_table import resolve_kv_dtype
+from cache_strategies.memory import Region
 from cache_strategies.paged.cache import PagedCache
-from cache_strategies.paged.layer_groups import LayerLayout, divide_layers
+from cache_strategies.paged.layer_groups import LayerGroup, LayerLayout, group_by_window
 from cache_strategies.paged.seat import PagedSeat
 from cache_strategies.quest.addresses import Chosen, HeadAddresses, HeadGroup
 from cache_strategies.quest.options import QuestOptions, selects_in
@@ -45,12 +46,12 @@ class QuestCache(PagedCache):
 
     def __init__(self, setup: CacheSetup, options: QuestOptions) -> None:
         super().__init__(setup, options)
+        self._summaries: BlockSummaries | None = None
         self._groups = list(self._make_groups())
         num_blocks = self.block_layout(options, setup.geometry)[1]
         num_read, seats = options.count_read(num_blocks, self.block_size), setup.geometry.max_seats
         room = num_read if num_read < num_blocks else 0
         every = [HeadAddresses(group, self.table, seats, room, self.block_size) for group in self._groups]
-        self._summaries = {group.first_table: group.summaries for group in self._groups}
         by_layer = {layer: each for each in every for layer in each.group.layers}
         layers = setup.geometry.layers
         self._addresses = [by_layer.get(layer) for layer in range(len(layers))]
@@ -58,7 +59,7 @@ class QuestCache(PagedCache):
         self._num_choosing = sum(spec.num_kv_heads for spec in layers if selects_in(spec))
         self._num_heads = sum(spec.num_kv_heads for spec in layers)
         # By block: whether its summaries are those of its keys
-        self._has_summary: NDArray[np.bool_] = np.zeros(setup.arena.pages, np.bool_)
+        self._has_summary: NDArray[np.bool_] = np.zeros(self.store.num_blocks, np.bool_)
         if self._num_choosing and num_read < num_blocks:
             # The keys of a generated token are others if it is computed again as a part of a prompt, exactly
             self.contract = self.contract._replace(exact=False, replayable=False, chunk_invariant=False)
@@ -67,32 +68,36 @@ class QuestCache(PagedCache):
     @classmethod
     def _divide(cls, options: Any, geometry: Geometry) -> LayerLayout:
         block_size, _ = cls.block_layout(options, geometry)
-        dtype = resolve_kv_dtype(options, geometry)
-        head_bytes = [
-            compute_block_bytes([spec._replace(num_kv_heads=1)], block_size, dtype) + compute_summary_bytes(spec, dtype)
-            for spec in geometry.layers
-        ]
-        return divide_layers(geometry.layers, block_size, geometry.max_seq_len, dtype, head_bytes=head_bytes)
+        return group_by_window(geometry.layers, block_size, geometry.max_seq_len, by_head=True)
 
-    def make_stores(self, parts: Sequence[Sequence[int]], block_size: int, dtype: torch.dtype) -> list[KVStore]:
-        layout, arena = self._divide(self.options, self.setup.geometry), self.setup.arena
-        stores = super().make_stores(parts, block_size, dtype)
-        for first in range(0, len(layout.groups[0].parts), layout.num_columns):
-            layers = {i: self.setup.geometry.layers[i] for i in parts[first]}
-            extra = sum(compute_summary_bytes(spec, dtype) for spec in layers.values())
-            store = KVStore(arena, layers, block_size, dtype, split_heads=True, extra_bytes=extra)
-            stores[first : first + layout.num_columns] = [store] * layout.num_columns
-        return stores
+    @classmethod
+    def count_group_bytes(cls, group: LayerGroup, options: Any, geometry: Geometry) -> int:
+        if group.window is not None:
+            return super().count_group_bytes(group, options, geometry)
+        layers, dtype = [geometry.layers[i] for i in group.layers], resolve_kv_dtype(options, geometry)
+        heads = [spec._replace(num_kv_heads=1) for spec in layers]
+        keys = compute_block_bytes(heads, cls.block_layout(options, geometry)[0], dtype)
+        return keys + sum(compute_summary_bytes(spec, dtype) for spec in layers)
+
+    def make_group_store(self, group: LayerGroup, block_size: int, dtype: torch.dtype) -> tuple[Region, KVStore]:
+        if group.window is not None:
+            return super().make_group_store(group, block_size, dtype)
+        size = self.count_group_bytes(group, self.options, self.setup.geometry)
+        region = self.setup.memory.region(size, "keys, values and summaries of a head")
+        layers = {i: self.setup.geometry.layers[i] for i in group.layers}
+        extra = sum(compute_summary_bytes(spec, dtype) for spec in layers.values())
+        return region, KVStore(region, layers, block_size, dtype, split_heads=True, extra_bytes=extra)
 
     def _make_groups(self) -> Iterator[HeadGroup]:
-        """Yield the groups of layers in stores of split heads, by store and number of heads."""
-        layers, parts = self.setup.geometry.layers, self.layout.groups[0].parts
-        for first in range(0, len(parts), self.layout.num_columns):
-            store, stored = self.stores[first], {i: layers[i] for i in parts[first]}
-            summaries = BlockSummaries(store, stored, self.setup.ops)
-            for num_heads in sorted({spec.num_kv_heads for spec in stored.values()}):
-                numbers = [i for i, spec in stored.items() if spec.num_kv_heads == num_heads]
-                yield HeadGroup(numbers, num_heads, store, first, summaries)
+        """Yield the layers in the store of split heads, by number of heads."""
+        store = self._stores_by_group[0]
+        if store is None:
+            return
+        layers = {i: self.setup.geometry.layers[i] for i in store.layers}
+        self._summaries = summaries = BlockSummaries(store, layers, self.setup.ops)
+        for num_heads in sorted({spec.num_kv_heads for spec in layers.values()}):
+            numbers = [i for i, spec in layers.items() if spec.num_kv_heads == num_heads]
+            yield HeadGroup(numbers, num_heads, store, 0, summaries)
 
     # ---------------------------------------------------------------- steps
     def plan(self, rows: Sequence[Row[PagedSeat]]) -> QuestPlan:
@@ -109,7 +114,7 @@ class QuestCache(PagedCache):
         sizes: list[TextSizes] = []
         for number, (seat, num_tokens) in enumerate(rows if self._num_choosing else ()):
             first, end = seat.length // self.block_size, self._blocks_for(seat.length + num_tokens)
-            self._has_summary[seat.blocks[first:end]] = False
+            self._has_summary[self.table.host_tables[0, seat.index, first:end]] = False
             if num_tokens == 1:
                 size = TextSizes(end, self.options.count_read(end, self.block_size))
                 if size.num_read < size.num_blocks and not (self.pending and self._depends_on_others(seat)):
@@ -131,14 +136,11 @@ class QuestCache(PagedCache):
         missing = [np.flatnonzero(~self._has_summary[each]) for each in blocks]
         if not any(map(len, missing)):
             return
-        columns = self.layout.num_columns
-        for first in range(0, len(self.layout.groups[0].parts), columns):
-            found = [
-                tables[first : first + columns, seat.index, at].flatten()
-                for seat, at in zip(seats, missing, strict=True)
-            ]
-            pages = torch.from_numpy(np.unique(np.concatenate(found)).astype(np.int64))
-            self._summaries[first].fill(pages.to(self.table.all_rows.device))
+        heads = slice(self._columns[0])
+        found = [tables[heads, seat.index, at].flatten() for seat, at in zip(seats, missing, strict=True)]
+        numbers = torch.from_numpy(np.unique(np.concatenate(found)).astype(np.int64))
+        assert self._summaries is not None
+        self._summaries.fill(numbers.to(self.table.all_rows.device))
         for each, at in zip(blocks, missing, strict=True):
             self._has_summary[each[at]] = True
 

@@ -22,13 +22,12 @@ from torch import Tensor
 
 from cache_strategies.base import CacheSetup, Row
 from cache_strategies.compressed.cache import CompressedCache, CompressedPlan
-from cache_strategies.compressed.memory import count_peak_blocks
 from cache_strategies.compressed.seat import CompressedSeat, KeptTokens
 from cache_strategies.scorers.base import Scorer
 from cache_strategies.streaming.compaction import StreamingCompactor
-from cache_strategies.streaming.options import Sizes, StreamingOptions, check_rotation, hide_wide_windows
+from cache_strategies.streaming.options import KeptSizes, StreamingOptions, check_rotation, hide_wide_windows
 from cache_strategies.streaming.seat import StreamingSeat
-from cache_strategies.types import Geometry, SeatShape
+from cache_strategies.types import Geometry, Sizes
 
 
 class StreamingPlan(CompressedPlan):
@@ -48,7 +47,7 @@ class StreamingCache(CompressedCache):
 
     def __init__(self, setup: CacheSetup, options: StreamingOptions) -> None:
         geometry = setup.geometry
-        sizes = Sizes.resolve(options, geometry.max_seq_len)
+        sizes = KeptSizes.resolve(options, geometry.max_seq_len)
         sizes.check(setup.name, geometry.max_seq_len)
         check_rotation(setup.name, geometry.layers)
         self._max_kept = sizes.kept
@@ -59,13 +58,9 @@ class StreamingCache(CompressedCache):
         self.contract = self.contract._replace(exact=False, unbounded=True)
 
     @classmethod
-    def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
-        sizes = Sizes.resolve(options, geometry.max_seq_len)
-        return super().seat_shape(sizes.make_options(options), hide_wide_windows(geometry, sizes.window))
-
-    def bytes_for(self, num_tokens: int) -> int:
-        peak = count_peak_blocks(self.options, self._stored, num_tokens)
-        return sum(self.memory.count_bytes(number, count) for number, count in enumerate(peak))
+    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
+        kept = KeptSizes.resolve(options, geometry.max_seq_len)
+        return super().sizes(kept.make_options(options), hide_wide_windows(geometry, kept.window))
 
     def make_compactor(self, scorer: Scorer) -> StreamingCompactor:
         return StreamingCompactor(self.setup, self.options, self.memory, self.budgets, scorer, self.queries)

@@ -37,7 +37,7 @@ class StreamingOptions(TableOptions):
     block_size: int = Field(32, ge=1, le=1024, description="tokens in a block")
 
 
-class Sizes(NamedTuple):
+class KeptSizes(NamedTuple):
     """How many tokens stay at a boundary, and how many there are from one boundary to the next."""
 
     sinks: int
@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
         return self.sinks + self.window
 
     @classmethod
-    def resolve(cls, options: StreamingOptions, max_seq_len: int) -> Sizes:
+    def resolve(cls, options: StreamingOptions, max_seq_len: int) -> KeptSizes:
         """Return the sizes of an instance; those without an option are chosen to fit max_seq_len, if possible."""
         room = max_seq_len - options.sinks
         window = options.window or max(1, min(DEFAULT_WINDOW, max_seq_len // 2, room - (options.every or 1)))

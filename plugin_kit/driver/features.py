@@ -4,66 +4,76 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from cache_strategies.base import KVCache
-from cache_strategies.features import BlockNames, PageDescribing, PageMarking, Pinning, PrefixListing
-from cache_strategies.types import CachedPrefix, PageState
+from cache_strategies.features import BlockDescribing, BlockMarking, BlockNames, Pinning, PrefixListing
+from cache_strategies.types import BlockState, CachedPrefix
 
-MARKS = set(PageState) - {PageState.FREE, PageState.UNTOUCHED}  # states of pages that a cache holds
+MARKS = set(BlockState) - {BlockState.FREE}  # states of blocks that a cache holds
 EVERY_NODE = 2**31  # as a limit of list_prefixes()
 
 
 def check_features(cache: KVCache) -> None:
-    """Assert that what a cache says about its pages and prefixes agrees with the arena and with itself."""
-    if isinstance(cache, PageMarking):
-        _check_marked_pages(cache, cache)
-    if isinstance(cache, PageDescribing):
-        _check_described_pages(cache, cache)
+    """Assert that what a cache says about its blocks and prefixes agrees with its regions and with itself."""
+    if isinstance(cache, BlockMarking):
+        _check_marked_blocks(cache, cache)
+    if isinstance(cache, BlockDescribing):
+        _check_described_blocks(cache, cache)
     if isinstance(cache, PrefixListing):
         _check_prefixes(cache, cache)
     if isinstance(cache, BlockNames):
         _check_block_names(cache)
 
 
-def _find_own_pages(cache: KVCache) -> NDArray[np.bool_]:
-    """Return for each page of the arena whether it belongs to a cache."""
-    marks, names = cache.setup.arena.mark_owners()
-    own: NDArray[np.bool_] = marks == next(mark for mark, owner in names.items() if owner == cache.name)
-    return own
+def _check_marked_blocks(cache: KVCache, marking: BlockMarking) -> None:
+    """Assert that a cache marks blocks of its own only, and as idle and pinned those that it names elsewhere."""
+    unmarked, idle_bytes, pinned = 255, 0, cache.pinned_blocks()
+    for region in cache.setup.memory.regions:
+        states = torch.full((region.placement.extent,), unmarked, dtype=torch.uint8)
+        marking.mark_blocks(region, states)
+        own = torch.zeros(len(states), dtype=torch.bool)
+        own[region.placement.list_used()] = True
+        assert not (states[~own] != unmarked).any(), "mark_blocks() marked blocks that the cache does not hold"
+        known = {int(state) for state in states[own]} - {unmarked}
+        assert known <= MARKS, f"mark_blocks() wrote {sorted(known - MARKS)}, which are no states of held blocks"
+        idle_bytes += int((states == BlockState.IDLE).sum()) * region.size
+        marked = set(torch.nonzero(states == BlockState.PINNED).flatten().tolist())
+        assert marked == set(pinned.get(region, ())), "mark_blocks() and pinned_blocks() name different blocks"
+    expected = cache.idle_bytes
+    assert idle_bytes == expected, (
+        f"mark_blocks() marked blocks of {idle_bytes} bytes as idle, and idle_bytes is {expected}"
+    )
 
 
-def _check_marked_pages(cache: KVCache, marking: PageMarking) -> None:
-    """Assert that a cache marks pages of its own only, and as idle and pinned those that it names elsewhere."""
-    unmarked = 255
-    states = torch.full((cache.setup.arena.pages,), unmarked, dtype=torch.uint8)
-    marking.mark_pages(states)
-    own = torch.from_numpy(_find_own_pages(cache))
-    assert not (states[~own] != unmarked).any(), "mark_pages() marked pages that the cache does not hold"
-    known = {int(state) for state in states[own]} - {unmarked}
-    assert known <= MARKS, f"mark_pages() wrote {sorted(known - MARKS)}, which are no states of held pages"
-    num_idle, expected = int((states == PageState.IDLE).sum()), cache.idle_pages()
-    assert num_idle == expected, f"mark_pages() marked {num_idle} pages as idle, and idle_pages() is {expected}"
-    pinned = set(torch.nonzero(states == PageState.PINNED).flatten().tolist())
-    assert pinned == set(cache.pinned_pages()), "mark_pages() and pinned_pages() name different pages"
+def _check_described_blocks(cache: KVCache, describing: BlockDescribing) -> None:
+    """Assert that a cache describes blocks of its own only; of each region, only those at both ends are looked at."""
+    for region in cache.setup.memory.regions:
+        own = region.placement.list_used()
+        others = sorted({0, 1, region.pages - 1} - set(own))
+        for block in {*own[:1], *own[-1:], *others}:
+            info = describing.describe_block(region, block)
+            assert block not in others or info is None, (
+                "describe_block() described a block that the cache does not hold"
+            )
+            assert info is None or min(info.references, info.num_pins) >= 0, f"describe_block(): {info}"
 
 
-def _check_described_pages(cache: KVCache, describing: PageDescribing) -> None:
-    """Assert that a cache describes pages of its own only; of each, only those at both ends are looked at."""
-    own = _find_own_pages(cache)
-    for pages in (own.nonzero()[0], (~own).nonzero()[0]):
-        for page in {*pages[:1].tolist(), *pages[-1:].tolist()}:
-            info = describing.describe_page(page)
-            assert own[page] or info is None, "describe_page() described a page that the cache does not hold"
-            assert info is None or min(info.references, info.num_pins) >= 0, f"describe_page(): {info}"
+def check_evict(cache: KVCache, num_bytes: int) -> None:
+    """Free idle blocks of a cache; assert that enough of them are freed, and counted right."""
+    memory, idle = cache.setup.memory, cache.idle_bytes
+    held = memory.held_bytes
+    freed = cache.evict(num_bytes)
+    fell = held - memory.held_bytes
+    assert freed == fell, f"evict() returned {freed}, and freed {fell} bytes"
+    least = min(num_bytes, idle)
+    assert least <= freed <= idle, f"evict({num_bytes}) freed {freed} bytes, and idle_bytes was {idle}"
 
 
 def _check_prefixes(cache: KVCache, listing: PrefixListing) -> None:
     """Assert that the nodes of the tree of cached prefixes fit each other, the pins and the memory."""
     pins = {pin.id for pin in cache.pins()} if isinstance(cache, Pinning) else set[str]()
-    held = cache.setup.arena.num_held_pages(cache.name) * cache.setup.arena.page_bytes
+    held = cache.setup.memory.held_bytes
     prefixes, omitted = listing.list_prefixes(EVERY_NODE)
     assert omitted == 0, f"list_prefixes() left out {omitted} nodes, fewer than its limit"
     known: dict[str, CachedPrefix] = {}
@@ -80,18 +90,18 @@ def _check_prefixes(cache: KVCache, listing: PrefixListing) -> None:
             assert parent.hits >= each.hits, f"a node has {each.hits} hits, and its parent {parent.hits}"
             assert parent.salt == each.salt, "a node has another salt than its parent"
     num_bytes = sum(each.num_bytes for each in prefixes)
-    assert num_bytes <= held, f"list_prefixes(): nodes have {num_bytes} bytes, and {held} bytes of pages are held"
+    assert num_bytes <= held, f"list_prefixes(): nodes have {num_bytes} bytes, and {held} bytes of blocks are held"
 
 
 def check_drop(cache: KVCache, listing: PrefixListing, prefixes: Sequence[CachedPrefix], top: str) -> None:
     """Drop a node of the tree, which consists of `prefixes`; assert that it is gone with all nodes after it."""
-    dropped, before = {top}, cache.setup.arena.num_held_pages(cache.name)
+    dropped, before = {top}, cache.setup.memory.held_bytes
     for each in prefixes:  # parents come first
         if each.parent in dropped:
             dropped.add(each.id)
     expected = sum(each.num_bytes for each in prefixes if each.id not in dropped)
     freed = listing.drop_prefix(top)
-    fell = (before - cache.setup.arena.num_held_pages(cache.name)) * cache.setup.arena.page_bytes
+    fell = before - cache.setup.memory.held_bytes
     assert freed == fell, f"drop_prefix() returned {freed} bytes, and freed {fell}"
     left, _ = listing.list_prefixes(EVERY_NODE)
     num_bytes = sum(each.num_bytes for each in left)

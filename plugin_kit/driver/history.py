@@ -1,4 +1,4 @@
-"""Any operations on seats of several caches over one small arena, compared with lists of each seat's tokens.
+"""Any operations on seats of several caches in one small memory, compared with lists of each seat's tokens.
 
 The q, k and v of a token are computed from a hash of all tokens up to it, so that a block that is shared by mistake
 shows at once. Operations may come in any order, and mostly with full memory, as a scheduler may call them. Who calls
@@ -17,14 +17,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from cache_strategies.address_ranges import AddressRanges
 from cache_strategies.base import KVCache, Plan, Row, Seat
 from cache_strategies.features import Clearing, Pinning, PrefixListing
+from cache_strategies.memory import Bounds
+from cache_strategies.one_tensor import OneTensor
 from cache_strategies.types import Geometry, Pin, PinError, Salt, SaltScope
 from config.settings import StrategySettings
 from kernels.ops import Ops
 from kernels.types import LayerSpec
 from plugin_kit.driver.failing_ops import FailingOps, InjectedError
-from plugin_kit.driver.features import EVERY_NODE, check_drop, check_features
+from plugin_kit.driver.features import EVERY_NODE, check_drop, check_evict, check_features
 from plugin_kit.driver.reference import attention
 from plugin_kit.driver.steps import find_instance, iter_plans, turn
 from plugin_kit.driver.texts import rotate
@@ -106,18 +109,19 @@ class PlannedRow:
 
 
 class History:
-    """Caches over one arena, their open seats, and the operations on them, each of which checks its result."""
+    """Caches in one memory, their open seats, and the operations on them, each of which checks its result."""
 
     def __init__(
         self,
         strategies: Mapping[str, StrategySettings],
-        pages: int,
+        memory_bytes: int,
         ops: Ops,
         definition: Definition,
         layers: Sequence[LayerSpec] = LAYERS,
         find_cached: FindCached = expect_any_length,
+        space: type[AddressRanges] | type[OneTensor] | None = None,
     ) -> None:
-        self.strategies, self.layers, self.pages = strategies, layers, pages
+        self.strategies, self.layers, self.memory_bytes = strategies, layers, memory_bytes
         self._definition, self._find_cached = definition, find_cached
         self.ops = FailingOps(ops)
         self.world = World(
@@ -127,9 +131,10 @@ class History:
             max_seats=geometry_of(layers).max_seats,
             max_seq_len=LONGEST,
             max_num_batched_tokens=LONGEST,
-            pages=pages,
+            memory_bytes=memory_bytes,
+            space=space,
         )
-        self.arena = self.world.arena
+        self.memory = self.world.memory
         self.sitters: list[Sitter] = []
         self.pins: list[tuple[Pinning, Pin]] = []
         self.embeddings = 0
@@ -205,9 +210,9 @@ class History:
         if not isinstance(cache_, Clearing):
             return
         name = self._name(which)
-        held = self.arena.num_held_pages(name)
+        held = self.memory.get_held_bytes(name)
         freed = cache_.clear(scope)
-        fell = (held - self.arena.num_held_pages(name)) * self.arena.page_bytes
+        fell = held - self.memory.get_held_bytes(name)
         assert freed == fell, f"clear() returned {freed} bytes, and freed {fell}"
         for sitter in self.sitters:
             if sitter.cache is cache_ and scope.includes(sitter.salt):
@@ -243,15 +248,14 @@ class History:
         assert cache_.unpin(pin.id) == known, "unpin() did not say whether there was such a pin"
 
     # ------------------------------------------------------------ memory
-    def reclaim(self, which: int, pages: int) -> None:
-        """Free idle pages of a cache."""
-        free = self.arena.num_free_pages
-        freed = self.world.caches[self._name(which)].reclaim(pages)
-        assert freed == self.arena.num_free_pages - free, f"reclaim() returned {freed}, and freed another number"
+    def evict(self, which: int, percent: int) -> None:
+        """Free idle blocks of a cache, of at least this share of the memory."""
+        check_evict(self.world.caches[self._name(which)], self.memory_bytes * percent // 100)
 
     def set_share(self, which: int, floor: int, limit: int) -> None:
-        """Change how much memory a cache may hold."""
-        self.arena.set_share(self._name(which), floor=floor, limit=limit)
+        """Change how much memory a cache may hold; floor and limit are percent of all."""
+        shares = (self.memory_bytes * percent // 100 for percent in (floor, limit))
+        self.memory.set_share(self._name(which), **Bounds(*shares)._asdict())
 
     # ------------------------------------------------------------ steps
     def step(self, rng: random.Random, *, fails: bool) -> None:
@@ -349,11 +353,11 @@ class History:
 
     # ------------------------------------------------------------ always
     def check_books(self) -> None:
-        """Assert that the bookkeeping of all caches agrees with the arena and the open seats."""
+        """Assert that the bookkeeping of all caches agrees with the memory and the open seats."""
         self.world.check_integrity()
         for name, cache_ in self.world.caches.items():
-            usage, held = cache_.usage(), self.arena.num_held_pages(name) * self.arena.page_bytes
-            assert usage.reserved == held, f"usage(): reserved is {usage.reserved}, and {held} bytes of pages are held"
+            usage, held = cache_.usage(), self.memory.get_held_bytes(name)
+            assert usage.reserved == held, f"usage(): reserved is {usage.reserved}, and {held} bytes of blocks are held"
             assert usage.reserved == usage.used + usage.idle + usage.wasted, f"usage() does not add up: {usage}"
             assert min(usage) >= 0, f"usage() has a negative number: {usage}"
             seats = sum(sitter.cache is cache_ for sitter in self.sitters)
@@ -375,15 +379,15 @@ class History:
             pinning.unpin(pin.id)
         self.world.check_integrity()
         for name, cache_ in self.world.caches.items():
-            self.arena.set_share(name, floor=0, limit=self.pages)
+            self.memory.set_share(name, floor=0, limit=self.memory_bytes)
             seat = cache_.open([1] * LONGEST)
-            assert seat is not None, f"open() returned None for {name} in an arena of idle pages"
+            assert seat is not None, f"open() returned None for {name}, and all memory is free or idle"
             cache_.close(seat)
         for cache_ in self.world.caches.values():
-            cache_.reclaim(self.pages)
+            cache_.evict(self.memory_bytes)
         self.world.check_integrity()
-        held = self.pages - self.arena.num_free_pages
-        assert not held, f"{held} pages are still held when all seats are closed and idle pages are reclaimed"
+        held = self.memory.held_bytes
+        assert not held, f"{held} bytes are still held when all seats are closed and idle blocks are evicted"
 
 
 def _commit(batch: Batch, rows: Sequence[PlannedRow]) -> None:

@@ -1,4 +1,4 @@
-"""Caches over one arena that is filled with NaN, as an engine would build them."""
+"""Caches that share one memory, which is filled with NaN, as an engine would build them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from cache_strategies import registry
-from cache_strategies.arena import Arena
+from cache_strategies.address_ranges import AddressRanges
 from cache_strategies.base import KVCache
-from cache_strategies.types import Geometry
+from cache_strategies.memory import Memory, find_space
+from cache_strategies.one_tensor import OneTensor
+from cache_strategies.types import Geometry, Sizes
 from config.settings import StrategySettings
 from kernels.ops import Ops
 from kernels.types import LayerSpec
@@ -20,7 +22,7 @@ POISON = 0xFF  # every byte 0xFF: NaN in float32, float16 and bfloat16
 
 
 class World:
-    """Caches by name over one arena whose memory is filled with NaN."""
+    """Caches by name that share one memory, all of which is filled with NaN."""
 
     def __init__(
         self,
@@ -32,19 +34,42 @@ class World:
         max_seats: int = 8,
         max_seq_len: int = 160,
         max_num_batched_tokens: int = 160,
-        pages: int | None = None,
+        memory_bytes: int | None = None,
+        space: type[AddressRanges] | type[OneTensor] | None = None,
         fill: int = POISON,
     ) -> None:
-        """Make the caches. By default the arena fits `max_seats` sequences of max_seq_len per instance."""
+        """Make the caches. By default there is memory for twice `max_seats` sequences of max_seq_len per instance."""
         self.layers, self.dtype = layers, dtype
-        instances = registry.resolve_instances(strategies)
-        geometry = Geometry(layers, dtype, max_seats, max_seq_len, max_num_batched_tokens)
-        page = registry.page_bytes(instances, geometry)
-        if pages is None:
-            pages = max_seats * sum(1 + 2 * _sequence_bytes(i, geometry) // page for i in instances)
-        self.arena = Arena(pages, page)
-        self.arena.memory.fill_(fill)
-        self.caches: dict[str, KVCache] = registry.build_caches(instances, geometry, self.arena, ops)
+        self._declared = {each.name: each for each in registry.resolve_instances(strategies)}
+        self._geometry = Geometry(layers, dtype, max_seats, max_seq_len, max_num_batched_tokens)
+        space = space or find_space("cpu")
+        if memory_bytes is None:
+            longest = (self.get_sizes(name).count_bytes(max_seq_len, space.round_block) for name in self._declared)
+            memory_bytes = 2 * max_seats * sum(max(1, each) for each in longest)
+        self.memory = Memory(memory_bytes, space(memory_bytes, "cpu"))
+        self.caches: dict[str, KVCache] = registry.build_caches(
+            [*self._declared.values()], self._geometry, self.memory, ops
+        )
+        for each in self.list_tensors():
+            each.fill_(fill)
+
+    def list_tensors(self) -> list[torch.Tensor]:
+        """Return the memory of all regions, each once: regions may share one tensor."""
+        regions = (region for name in self._declared for region in self.memory.list_regions(name))
+        return [*{region.memory.data_ptr(): region.memory for region in regions}.values()]
+
+    def copy_memory(self) -> list[torch.Tensor]:
+        """Return copies of what `list_tensors` returns."""
+        return [each.clone() for each in self.list_tensors()]
+
+    def count_bytes(self, name: str, num_tokens: int) -> int:
+        """Return the most bytes that a sequence of `num_tokens` tokens holds at one time, as its sizes() says."""
+        return self.memory.count_sequence_bytes(name, num_tokens)
+
+    def get_sizes(self, name: str) -> Sizes:
+        """Return what sizes() says of an instance."""
+        declared = self._declared[name]
+        return declared.cls.sizes(declared.options, self._geometry)
 
     def open(self, name: str, text: Text, *, max_cached: int | None = None) -> Reading:
         """Open a seat for a whole text."""
@@ -53,12 +78,7 @@ class World:
         return Reading(self.caches[name], text, seat)
 
     def check_integrity(self) -> None:
-        """Assert that the bookkeeping of the arena and of all caches is consistent."""
-        self.arena.check_integrity()
+        """Assert that the bookkeeping of the memory and of all caches is consistent."""
+        self.memory.check_integrity()
         for cache in self.caches.values():
             cache.check_integrity()
-
-
-def _sequence_bytes(instance: registry.DeclaredInstance, geometry: Geometry) -> int:
-    """Return the memory of the longest sequence in pages of its own block size; at most half of what others need."""
-    return registry.compute_min_pages([instance], geometry) * registry.page_bytes([instance], geometry)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cache_strategies import registry
+from cache_strategies.memory import find_space
 from cache_strategies.types import EVERYTHING, NO_SALT, Salt, SaltScope
 from kernels.types import LayerSpec
 from plugin_kit.driver.history import LAYERS, History, geometry_of
@@ -56,22 +57,22 @@ def draw_operation(history: History, rng: random.Random) -> Operation:
         priority, ttl = rng.randint(0, 2), rng.choice([None, 1e-9, 1e9])
         return Operation("retain", lambda: history.retain(which, priority, ttl))
     if any_ < 0.94:
-        pages = rng.randint(1, 4)
-        return Operation(f"reclaim {pages} pages", lambda: history.reclaim(which, pages))
+        percent = rng.randint(1, 25)
+        return Operation(f"evict {percent} % of the memory", lambda: history.evict(which, percent))
     if any_ < 0.97:
-        floor, limit = rng.randint(0, 2), rng.randint(0, 30)
-        return Operation(f"a share of {floor} to {limit} pages", lambda: history.set_share(which, floor, limit))
+        floor, limit = rng.randint(0, 10), rng.randint(0, 120)
+        return Operation(f"a share of {floor} to {limit} %", lambda: history.set_share(which, floor, limit))
     scope = rng.choice(SCOPES)
     return Operation("clear", lambda: history.clear(which, scope))
 
 
 def check_histories(trial: StrategyTrial) -> None:
-    """Play random operations in an arena that holds two and a half of the longest texts."""
+    """Play random operations in a memory that holds two and a half of the longest texts."""
     for number in range(NUM_HISTORIES):
         layers = LAYERS if number % 2 else HYBRID
         instances = registry.resolve_instances({NAME: trial.settings})
-        pages = int(2.5 * registry.compute_min_pages(instances, geometry_of(layers)))
-        history = History({NAME: trial.settings}, max(1, pages), trial.ops, trial.definition, layers)
+        least = registry.compute_least_bytes(instances, geometry_of(layers), find_space("cpu").round_block)
+        history = History({NAME: trial.settings}, max(1, 5 * least // 2), trial.ops, trial.definition, layers)
         done: list[str] = []
         try:
             for _ in range(NUM_OPERATIONS):

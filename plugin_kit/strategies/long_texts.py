@@ -9,7 +9,7 @@ from plugin_kit.driver.texts import random_text
 from plugin_kit.driver.visible import check_last_queries
 from plugin_kit.driver.world import World
 from plugin_kit.promise import Promise
-from plugin_kit.strategies.trial import NAME, StrategyTrial, compute_longest_bytes, get_cache
+from plugin_kit.strategies.trial import NAME, StrategyTrial, get_cache
 
 TIMES = 3  # max_seq_len, as often as a text is longer at least
 
@@ -20,12 +20,10 @@ def check_unbounded(trial: StrategyTrial) -> None:
     cache = get_cache(world)
     most = cache.setup.geometry.max_seq_len
     text = random_text(1, TIMES * most + trial.rng.randint(1, most), trial.layers)
-    promised = compute_longest_bytes(trial, world)
-    for length in (most, len(text)):
-        assert cache.bytes_for(length) <= promised, (
-            f"bytes_for({length}) is {cache.bytes_for(length)}, and seat_shape() says that no sequence takes more than "
-            f"{promised} bytes"
-        )
+    promised, longer = (world.count_bytes(NAME, length) for length in (most, len(text)))
+    assert longer <= promised, (
+        f"sizes() says that {len(text)} tokens take {longer} bytes, and that the longest prompt takes {promised}"
+    )
     seat = cache.open(text.ids[: trial.rng.randint(1, most)], max_cached=0)  # the rest is generated
     assert seat is not None, "open() returned None although there is memory"
     reading = Reading(cache, text, seat)
@@ -36,7 +34,7 @@ def check_unbounded(trial: StrategyTrial) -> None:
 
 def _read_row(trial: StrategyTrial, world: World, reading: Reading, promised: int) -> None:
     """Read a row of any size; check its positions, its last query, and the memory before and after the step."""
-    cache, page = reading.cache, world.arena.page_bytes
+    cache = reading.cache
     n, most = reading.chunk(trial.rng.choice([1, 9, 40])), cache.setup.geometry.max_seq_len
     start, position = reading.seat.length, reading.seat.position
     assert position + n <= most, (
@@ -44,15 +42,15 @@ def _read_row(trial: StrategyTrial, world: World, reading: Reading, promised: in
         "count within the cache, and row_limit() end rows there"
     )
     assert cache.grow(reading.seat, n), f"grow() returned False at token {start}, although there is memory"
-    held = [world.arena.num_held_pages(NAME) * page]
+    held = [world.memory.held_bytes]
     rows = [(reading, n)]
     is_checked = trial.rng.random() < 0.2 or n == reading.left
     result = step(rows, keys=is_checked)
     if is_checked:
         check_last_queries(result, rows, trial.layers)
-    held.append(world.arena.num_held_pages(NAME) * page)
+    held.append(world.memory.held_bytes)
     assert max(held) <= promised, (
-        f"a sequence of {start + n} tokens holds {max(held)} bytes, more than seat_shape() says of the longest one: "
+        f"a sequence of {start + n} tokens holds {max(held)} bytes, more than sizes() says of the longest prompt: "
         f"{promised}"
     )
 
@@ -60,7 +58,7 @@ def _read_row(trial: StrategyTrial, world: World, reading: Reading, promised: in
 PROMISES: Sequence[Promise[StrategyTrial]] = (
     Promise(
         "unbounded",
-        "a text goes on past max_seq_len, at positions below it and in no more memory than seat_shape() says",
+        "a text goes on past max_seq_len, at positions below it and in no more memory than the longest prompt",
         check_unbounded,
         lambda trial: trial.contract.unbounded,
     ),

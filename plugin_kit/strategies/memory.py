@@ -10,12 +10,13 @@ from torch import Tensor
 from cache_strategies.base import Row, Seat
 from cache_strategies.types import NO_SALT, Salt
 from config.settings import StrategySettings
+from plugin_kit.driver.features import check_evict
 from plugin_kit.driver.steps import Reading, attend, read_through, step
 from plugin_kit.driver.texts import random_text, spliced
 from plugin_kit.driver.visible import check_last_queries
 from plugin_kit.driver.world import POISON, World
 from plugin_kit.promise import Promise
-from plugin_kit.strategies.trial import LENGTH, NAME, StrategyTrial, compute_longest_bytes, get_cache, read_rows
+from plugin_kit.strategies.trial import LENGTH, NAME, StrategyTrial, get_cache, read_rows
 from server.engine.batch import Batch
 
 
@@ -39,7 +40,7 @@ def check_unused_memory(trial: StrategyTrial) -> None:
 
 
 def check_writes(trial: StrategyTrial) -> None:
-    """Run steps beside another strategy, and look at which pages of the arena have changed."""
+    """Run steps beside another strategy, and look at which bytes of the memory have changed."""
     strategies = {NAME: trial.settings, "other": StrategySettings(kind="paged", block_size=7)}
     world = World(strategies, trial.ops, max_seats=3, layers=trial.layers)
     texts = [random_text(seed, LENGTH, trial.layers) for seed in range(4)]
@@ -48,11 +49,15 @@ def check_writes(trial: StrategyTrial) -> None:
     for _ in range(6):
         rows = [(r, r.chunk(trial.rng.choice([1, 6, 20]))) for r in trial.rng.sample(readings, 2)]
         batch = Batch([reading.work(n) for reading, n in rows])
-        before = world.arena.memory.clone()
+        before = world.copy_memory()
         attend(batch, rows)
-        changed = (world.arena.memory != before).nonzero().flatten() // world.arena.page_bytes
-        pages = changed.unique().numpy()
-        assert world.arena.owns(NAME, pages), "a step wrote to pages of the arena that the strategy has not allocated"
+        for old, new in zip(before, world.list_tensors(), strict=True):
+            changed = new != old
+            for region in world.memory.list_regions(NAME):
+                if region.memory.data_ptr() == new.data_ptr():
+                    for block in region.placement.list_used():
+                        changed[block * region.page_bytes :][: region.size] = False
+            assert not changed.any(), "a step wrote to memory that the strategy has not allocated"
         batch.commit()
     everybody = [(reading, reading.chunk(5)) for reading in (other, *readings)]
     check_last_queries(step(everybody, keys=True), everybody, trial.layers)  # their keys are still their own
@@ -61,12 +66,16 @@ def check_writes(trial: StrategyTrial) -> None:
 
 # ---------------------------------------------------------------- how much is taken
 def check_upper_bound(trial: StrategyTrial) -> None:
-    """Read a text with no more memory than bytes_for() says, and watch what is held at each step."""
-    sizes = list(map(get_cache(trial.make_world()).bytes_for, range(1, LENGTH + 1)))
-    assert sizes == sorted(sizes), "bytes_for() falls while the number of tokens rises"
+    """Read a text with no more memory than sizes() says, and watch what is held at each step."""
+    world = trial.make_world()
+    regions = get_cache(world).setup.memory.regions
+    wanted, found = [*world.get_sizes(NAME).block_bytes], [region.block_bytes for region in regions]
+    assert wanted == found, f"sizes() names blocks of {wanted} bytes, and the regions have blocks of {found}"
+    sizes = [world.count_bytes(NAME, length) for length in range(1, LENGTH + 1)]
+    assert sizes == sorted(sizes), "what sizes() says falls while the number of tokens rises"
     for length in (trial.rng.randint(2, LENGTH), LENGTH):
         world = trial.make_world()
-        cache, page = get_cache(world), world.arena.page_bytes
+        cache = get_cache(world)
         text, prompt = random_text(1, length, trial.layers), trial.rng.randint(1, length)
         reading = Reading(cache, text, _must(cache.open(text.ids[:prompt], max_cached=0)))  # the rest is generated
         while reading.left:
@@ -74,25 +83,27 @@ def check_upper_bound(trial: StrategyTrial) -> None:
             end = max(prompt, reading.seat.length + n)
             batch = Batch([reading.work(n)])
             attend(batch, [(reading, n)])
-            held = [world.arena.num_held_pages(NAME) * page]
+            _check_held(world, end)
             batch.commit()
-            held.append(world.arena.num_held_pages(NAME) * page)
-            promised = cache.bytes_for(end)
-            assert max(held) <= promised, f"a sequence of {end} tokens holds {max(held)} bytes; bytes_for(): {promised}"
-        longest = compute_longest_bytes(trial, world)
-        assert cache.bytes_for(length) <= longest, (
-            f"bytes_for({length}) is {cache.bytes_for(length)}, more than seat_shape() says of the longest sequence: "
-            f"{longest}"
-        )
+            _check_held(world, end)
         cache.close(reading.seat)
-        cache.reclaim(world.arena.pages)
-        world.arena.set_share(NAME, floor=0, limit=-(-cache.bytes_for(length) // page))
+        cache.evict(world.memory.total_bytes)
+        world.memory.set_share(NAME, floor=0, limit=world.count_bytes(NAME, length))
         again = trial.open(world, length)
         read_rows(again, trial.draw_rows(length))
 
 
+def _check_held(world: World, num_tokens: int) -> None:
+    """Assert that the only sequence, of `num_tokens` tokens, holds no more blocks than sizes() says."""
+    promised = world.get_sizes(NAME).count_blocks(num_tokens)
+    for region, most in zip(get_cache(world).setup.memory.regions, promised, strict=True):
+        assert region.num_held <= most, (
+            f"a sequence of {num_tokens} tokens holds {region.num_held} blocks of {region.what}; sizes(): {most}"
+        )
+
+
 def check_usage(trial: StrategyTrial) -> None:
-    """Compare usage() with the arena and with the open seats, while sequences come and go."""
+    """Compare usage() with the memory and with the open seats, while sequences come and go."""
     world = trial.make_world(max_seats=4)
     readings: list[Reading] = []
     for i in range(12):
@@ -103,8 +114,8 @@ def check_usage(trial: StrategyTrial) -> None:
         rows = [(reading, n) for reading in readings if (n := reading.chunk(trial.rng.choice([1, 7, 30])))]
         step(rows)
         usage = get_cache(world).usage()
-        held = world.arena.num_held_pages(NAME) * world.arena.page_bytes
-        assert usage.reserved == held, f"usage(): reserved is {usage.reserved}, and {held} bytes of pages are held"
+        held = world.memory.held_bytes
+        assert usage.reserved == held, f"usage(): reserved is {usage.reserved}, and {held} bytes of blocks are held"
         parts = usage.used + usage.idle + usage.wasted
         assert parts == usage.reserved, f"usage(): used + idle + wasted is {parts}, not reserved, {usage.reserved}"
         assert min(usage) >= 0, f"usage() has a negative number: {usage}"
@@ -115,7 +126,7 @@ def check_usage(trial: StrategyTrial) -> None:
 
 # ---------------------------------------------------------------- what is given back
 def check_frees(trial: StrategyTrial) -> None:
-    """Open, fork, grow and close more sequences than there are seats, then look for pages that are still held."""
+    """Open, fork, grow and close more sequences than there are seats, then look for blocks that are still held."""
     seats = 3
     world, rng = trial.make_world(max_seats=seats), trial.rng
     cache = get_cache(world)
@@ -136,13 +147,11 @@ def check_frees(trial: StrategyTrial) -> None:
         world.check_integrity()
         usage = cache.usage()
         assert usage.seats == usage.tokens == usage.used == 0, f"all seats are closed, and usage() says {usage}"
-        idle, held = cache.idle_pages(), world.arena.num_held_pages(NAME)
-        assert held == idle, f"all seats are closed: {held} pages are held, and {idle} of them could be reclaimed"
-        free = world.arena.num_free_pages
-        freed = cache.reclaim(world.arena.pages)
-        assert freed == world.arena.num_free_pages - free, f"reclaim() returned {freed}, and freed another number"
-        left = world.arena.num_held_pages(NAME)
-        assert not left, f"{left} pages are still held when all seats are closed and idle pages are reclaimed"
+        idle, held = cache.idle_bytes, world.memory.held_bytes
+        assert held == idle, f"all seats are closed: {held} bytes are held, and {idle} of them could be freed"
+        check_evict(cache, world.memory.total_bytes)
+        left = world.memory.held_bytes
+        assert not left, f"{left} bytes are still held when all seats are closed and idle blocks are evicted"
 
 
 # ---------------------------------------------------------------- what is refused
@@ -155,14 +164,15 @@ def check_refused_shapes(trial: StrategyTrial) -> None:
     plan = cache.plan([Row(reading.seat, n)])
     for layer, spec in enumerate(trial.layers):
         q, k, v = (part[layer][:n] for part in (reading.text.q, reading.text.k, reading.text.v))
-        before, out = world.arena.memory.clone(), q.new_empty(n, spec.num_q_heads, spec.v_head_dim)
+        before, out = world.copy_memory(), q.new_empty(n, spec.num_q_heads, spec.v_head_dim)
         for keys, values in _list_other_shapes(k, v):
             wanted = f"{list(k.shape)} and {list(v.shape)}"
             shapes = f"keys {list(keys.shape)} and values {list(values.shape)} instead of {wanted}"
             try:
                 cache.attend(plan, layer, q, keys, values, out)
             except ValueError:
-                assert torch.equal(before, world.arena.memory), f"attend() refused {shapes}, but wrote to the memory"
+                is_same = all(map(torch.equal, before, world.list_tensors()))
+                assert is_same, f"attend() refused {shapes}, but wrote to the memory"
             else:
                 raise AssertionError(f"attend() took {shapes} in layer {layer}: it must raise ValueError")
 
@@ -222,12 +232,12 @@ PROMISES: Sequence[Promise[StrategyTrial]] = (
     ),
     Promise(
         "writes only its own memory",
-        "a step writes to pages that the strategy has allocated, and to no key of another sequence",
+        "a step writes to blocks that the strategy has allocated, and to no key of another sequence",
         check_writes,
     ),
     Promise(
-        "bytes_for is an upper bound",
-        "a sequence of n tokens never holds more than bytes_for(n) bytes, and never needs more",
+        "sizes is an upper bound",
+        "a sequence of n tokens never holds more blocks of any region than sizes() says, and never needs more",
         check_upper_bound,
     ),
     Promise(
@@ -235,10 +245,10 @@ PROMISES: Sequence[Promise[StrategyTrial]] = (
         "attend() raises ValueError for keys and values that are not those of all tokens and heads, and writes nothing",
         check_refused_shapes,
     ),
-    Promise("usage adds up", "usage() agrees with the arena and with the open seats", check_usage),
+    Promise("usage adds up", "usage() agrees with the memory and with the open seats", check_usage),
     Promise(
         "frees all memory",
-        "close() frees a sequence's memory, or keeps it idle until reclaim()",
+        "close() frees a sequence's memory, or keeps it idle until evict()",
         check_frees,
     ),
     Promise(

@@ -92,8 +92,8 @@ def check_forks(trial: StrategyTrial) -> None:
             readings.append(trial.open(world, seed=3))
     for reading in readings:
         cache.close(reading.seat)
-    cache.reclaim(world.arena.pages)
-    assert not world.arena.num_held_pages(NAME), "pages are still held when parent and forks are closed"
+    cache.evict(world.memory.total_bytes)
+    assert not world.memory.held_bytes, "blocks are still held when parent and forks are closed"
 
 
 def _cut(longest: int, length: int) -> list[int]:

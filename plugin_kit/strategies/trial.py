@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache
-from cache_strategies.registry import resolve_instances
 from cache_strategies.types import Contract
 from config.settings import StrategySettings
 from kernels.ops import Ops
@@ -61,14 +60,6 @@ class StrategyTrial:
 def get_cache(world: World) -> KVCache:
     """Return the cache that is checked."""
     return world.caches[NAME]
-
-
-def compute_longest_bytes(trial: StrategyTrial, world: World) -> int:
-    """Return the bytes that seat_shape() says of the longest sequence, in whole pages of the arena."""
-    instance = resolve_instances({NAME: trial.settings})[0]
-    shape = instance.cls.seat_shape(instance.options, get_cache(world).setup.geometry)
-    page = world.arena.page_bytes
-    return shape.blocks * -(-shape.block_bytes // page) * page
 
 
 def read_rows(reading: Reading, rows: Sequence[int]) -> list[tuple[int, list[Tensor]]]:

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row, Seat
-from cache_strategies.features import PageDescribing, PrefixListing
-from cache_strategies.types import BlockEvents, Blocks, CachedPrefix, CacheUsage, Miss, PageInfo, count_reusable_tokens
-from kernels.types import LayerSpec
+from cache_strategies.features import BlockDescribing, PrefixListing
+from cache_strategies.types import BlockEvents, BlockInfo, Blocks, CachedPrefix, CacheUsage, Miss, count_reusable_tokens
 from plugin_kit.driver.history import LONGEST
 from plugin_kit.driver.steps import Reading, attend
 from plugin_kit.driver.texts import random_text
+from plugin_kit.driver.world import World
 from plugin_kit.promise import Promise
 from plugin_kit.strategies.trial import NAME, StrategyTrial, get_cache
 from server.engine.batch import Batch
-from server.engine.isolation.checks import check_locations, check_pages, check_tap
+from server.engine.isolation.checks import check_locations, check_owner, check_tap
 
 MISSES = {*get_args(Miss), None}
 # What `out` of a hook is filled with before the call: a NaN that no computation gives, by the size of its numbers
@@ -44,15 +44,16 @@ def check_values(trial: StrategyTrial) -> None:
         cache.poll()
         rows = [(r, n) for r in readings if is_ready(cache, r.seat) and (n := choose_row(r, rng.choice([1, 6, 25])))]
         assert rows, "all seats wait for each other: see ready()"
-        run_step(cache, rows)
-        check_reports(cache, [reading.seat for reading in readings], trial.layers)
+        run_step(world, rows)
+        check_reports(world, [reading.seat for reading in readings])
     check_changes(cache, readings[0])
     for reading in readings:
         cache.discard(reading.seat)
         cache.close(reading.seat)
-    held = world.arena.num_held_pages(NAME)
-    freed = check_int("reclaim()", cache.reclaim(world.arena.pages))
-    assert freed == held - world.arena.num_held_pages(NAME), f"reclaim() returned {freed}, and freed another number"
+    held = world.memory.held_bytes
+    freed = check_int("evict()", cache.evict(world.memory.total_bytes))
+    fell = held - world.memory.held_bytes
+    assert freed == fell, f"evict() returned {freed}, and freed {fell} bytes"
 
 
 # ---------------------------------------------------------------- sequences
@@ -109,12 +110,12 @@ class MarkedBatch(Batch):
         return out
 
 
-def run_step(cache: KVCache, rows: Sequence[tuple[Reading, int]]) -> None:
+def run_step(world: World, rows: Sequence[tuple[Reading, int]]) -> None:
     """Run a step, and check its plan, what its hooks write, and the seats after its commit."""
-    lengths = [reading.seat.length for reading, _ in rows]
+    cache, lengths = get_cache(world), [reading.seat.length for reading, _ in rows]
     batch = MarkedBatch([reading.work(n) for reading, n in rows])
     ((_, planned_rows, planned),) = batch.parts
-    check_plan(cache, planned.plan, planned_rows)
+    check_plan(world, planned.plan, planned_rows)
     attend(batch, rows)
     failed = batch.commit()
     assert not failed, f"commit() or compact() failed: {next(iter(failed.values()))}"
@@ -128,10 +129,11 @@ def run_step(cache: KVCache, rows: Sequence[tuple[Reading, int]]) -> None:
         check_found(reading.seat)
 
 
-def check_plan(cache: KVCache, plan: Plan, rows: Sequence[Row]) -> None:
+def check_plan(world: World, plan: Plan, rows: Sequence[Row]) -> None:
     """Check a plan's rows, positions, addresses and tap."""
     assert isinstance(plan, Plan), f"plan() returned {plan!r}, not a Plan"
     assert [*plan.rows] == [*rows], "the plan has other rows than were passed in"
+    cache = get_cache(world)
     longest = cache.setup.geometry.max_seq_len
     for row, position in zip(rows, plan.list_positions(), strict=True):
         most = longest - row.num_tokens
@@ -141,7 +143,7 @@ def check_plan(cache: KVCache, plan: Plan, rows: Sequence[Row]) -> None:
     locations = plan.list_kv_locations(len(geometry.layers))
     check_locations(locations)
     cache.check_plan(plan)
-    check_pages(locations, [spec.window for spec in geometry.layers], cache.setup.arena, cache.name)
+    check_owner(locations, world.memory, NAME)
     if plan.query_tap is not None:
         check_tap(plan.query_tap, sum(row.num_tokens for row in rows), geometry)
 
@@ -163,19 +165,23 @@ def check_changes(cache: KVCache, reading: Reading) -> None:
 
 
 # ---------------------------------------------------------------- reports
-def check_reports(cache: KVCache, seats: Sequence[Seat], layers: Sequence[LayerSpec]) -> None:
+def check_reports(world: World, seats: Sequence[Seat]) -> None:
     """Call what only reports."""
+    cache = get_cache(world)
     check_plain("usage()", cache.usage(), CacheUsage)
     check_plain("blocks()", cache.blocks(), Blocks)
     check_plain("collect_block_events()", cache.collect_block_events(), BlockEvents | None)
-    check_int("bytes_for()", cache.bytes_for(LONGEST))
-    check_int("idle_pages()", cache.idle_pages())
-    for page in cache.pinned_pages():
-        check_int("a page of pinned_pages()", page)
+    check_int(f"what sizes() says of {LONGEST} tokens", world.count_bytes(NAME, LONGEST))
+    check_int("idle_bytes", cache.idle_bytes)
+    for region, blocks in cache.pinned_blocks().items():
+        assert region in cache.setup.memory.regions, "pinned_blocks() named a region of others"
+        for block in blocks:
+            check_int("a block of pinned_blocks()", block)
     if isinstance(cache, PrefixListing):
         check_plain("list_prefixes()", cache.list_prefixes(LONGEST), tuple[list[CachedPrefix], int])
-    if isinstance(cache, PageDescribing):
-        check_plain("describe_page()", cache.describe_page(0), PageInfo | None)
+    if isinstance(cache, BlockDescribing):
+        for region in cache.setup.memory.regions:
+            check_plain("describe_block()", cache.describe_block(region, 0), BlockInfo | None)
     for seat in seats:
         most = 0 if cache.contract.exact else seat.length
         dropped = check_int("count_dropped_tokens()", cache.count_dropped_tokens(seat))
@@ -184,7 +190,7 @@ def check_reports(cache: KVCache, seats: Sequence[Seat], layers: Sequence[LayerS
         least = seat.length if cache.contract.exact else 0
         fits = budget is None or (type(budget) is int and least <= budget <= seat.length)
         assert fits, f"token_budget({seat.length}) returned {budget!r}, which must be from {least} to {seat.length}"
-        cache.visible_positions(seat.length + 1, layers[0])
+        cache.visible_positions(seat.length + 1, world.layers[0])
 
 
 def check_int(what: str, found: Any) -> int:

@@ -15,7 +15,7 @@ from server.cluster.messages import ReplicaAnswer
 from server.engine.ipc.messages import (
     Answer,
     Clear,
-    DescribePage,
+    DescribeBlock,
     DropPrefix,
     Hello,
     PinCachedPrefix,
@@ -36,7 +36,7 @@ def merge_hellos(hellos: Sequence[Hello]) -> Hello | None:
 
 def asks_one_replica(what: QueryPayload) -> bool:
     """Return whether one replica answers alone, as answers of several cannot be merged."""
-    return isinstance(what, DescribePage | Profile) or what in ("live", "prefixes", "settings", "routing")
+    return isinstance(what, DescribeBlock | Profile) or what in ("live", "prefixes", "settings", "routing")
 
 
 def merge_answers(what: QueryPayload, answers: Sequence[ReplicaAnswer]) -> Answer:

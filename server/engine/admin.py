@@ -24,7 +24,7 @@ from server.engine.ipc.messages import (
     Clear,
     Command,
     ControlRollout,
-    DescribePage,
+    DescribeBlock,
     DropPrefix,
     Failed,
     Inspect,
@@ -34,7 +34,7 @@ from server.engine.ipc.messages import (
     StartRollout,
     Unpin,
 )
-from server.engine.live.pages import describe_page
+from server.engine.live.blocks import describe_block
 from server.engine.scheduling.request import RequestError
 
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
@@ -61,8 +61,8 @@ def run_command(engine: Engine, command: Command) -> dict[str, Any]:
             return engine.rollouts.control(name, action, by)
         case Abort(worker, request_id):
             return _abort(core, worker, request_id)
-        case DescribePage(page):
-            return describe_page(core, page)
+        case DescribeBlock(name, region, block):
+            return describe_block(core, name, region, block)
     try:
         return _run_command(core, command)
     except StrategyError as error:
@@ -130,7 +130,7 @@ def _unpin(instance: Instance, pin_id: str) -> dict[str, Any]:
 
 
 def _inspect(core: Core, instance: Instance) -> dict[str, Any]:
-    answer: dict[str, Any] = {"name": instance.name, **describe_share(core.arena, instance.name)}
+    answer: dict[str, Any] = {"name": instance.name, **describe_share(core.memory, instance.name)}
     answer["usage"] = instance.usage()._asdict()
     answer["requests"] = [
         {
@@ -160,10 +160,10 @@ def _format_pin(pin: Pin) -> dict[str, Any]:
 
 
 def _set_share(core: Core, instance: Instance, floor: str | None, limit: str | None) -> dict[str, Any]:
-    total = core.arena.pages * core.arena.page_bytes
-    pages = [
-        old if new is None else min(share_to_bytes(new, total), total) // core.arena.page_bytes
-        for old, new in zip(core.arena.get_share(instance.name), (floor, limit), strict=True)
-    ]
-    core.memory.set_share(instance.name, floor=pages[0], limit=pages[1])
+    total = core.memory.planned_bytes
+    new_floor, new_limit = (
+        old if new is None else min(share_to_bytes(new, total), total)
+        for old, new in zip(core.memory.get_share(instance.name), (floor, limit), strict=True)
+    )
+    core.shares.set_share(instance.name, floor=new_floor, limit=new_limit)
     return _inspect(core, instance)

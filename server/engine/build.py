@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from cache_strategies import registry
-from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
+from cache_strategies.memory import Memory, find_space, make_memory
 from cache_strategies.registry import DeclaredInstance
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
@@ -62,8 +62,6 @@ from server.text.processes.sandbox import load_vocabulary
 log = logging.getLogger(__name__)
 
 DEFAULT_MAX_SEQ_LEN = 8192
-# Bytes of KV memory that the system provides before the engine is ready; more if a sequence of max_seq_len needs more
-INITIAL_KV_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -85,17 +83,12 @@ class Engine:
 
 
 def build_engine(
-    settings: Settings,
-    *,
-    gradual: bool = False,
-    calls: CallObserver | None = None,
-    disabled: Mapping[str, str] | None = None,
+    settings: Settings, *, calls: CallObserver | None = None, disabled: Mapping[str, str] | None = None
 ) -> Engine:
-    """Load the model, allocate the KV memory and return the engine. Raises SettingsError for settings that cannot work.
+    """Load the model, plan the KV memory and return the engine. Raises SettingsError for settings that cannot work.
 
-    With `gradual`, only the part of a CPU's KV memory that the first steps need is touched now, so that the system
-    provides it; the rest is touched in the background while the engine runs. `calls` sees every call of a
-    strategy. Requests for the instances `disabled` are refused with the reasons given there.
+    `calls` sees every call of a strategy. Requests for the instances `disabled` are refused with the reasons given
+    there.
     """
     directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
     info = read_model_info(directory, settings.model_impl)
@@ -122,16 +115,20 @@ def build_engine(
     max_step_scores = max(1, MAX_STEP_LOGITS // model.info.vocab_size)
     if device.tensors.type != "cpu":
         _warm_up(settings, model, max_num_batched_tokens, max_step_scores)
-    arena, caches = _allocate_kv_memory(settings, instances, geometry, ops, device.tensors, directory, gradual=gradual)
+    memory, caches = _make_kv_memory(settings, instances, geometry, ops, device.tensors, directory)
     if settings.deterministic:
         _check_chunk_invariant(caches)
-    _check_ops_in_kv_memory(caches, arena, geometry, kernels)
-    limits = _make_limits(settings, geometry, arena, max_step_scores)
+    with _translate_oom_errors(f"KV memory of {memory.total_bytes} bytes", "lower kv_memory"):
+        # So that a request which was accepted never waits for the system
+        longest = max(map(memory.get_longest_sequence, caches), default=0)
+        memory.warm_up(memory.total_bytes if settings.kv_memory_at_start else longest)
+    _check_ops_in_kv_memory(memory, caches, geometry, kernels)
+    limits = _make_limits(settings, geometry, memory.total_bytes, max_step_scores)
     selector = Selector(settings.strategies.keys(), settings.rules, settings.default_strategy)
     by_name = {instance.name: instance for instance in instances}
     isolation = Isolation(
         caches,
-        lambda name: registry.build_cache(by_name[name], geometry, arena, ops, str(directory)),
+        lambda name: registry.build_cache(by_name[name], geometry, memory, ops, str(directory)),
         timeout=settings.strategy_timeout,
         calls=calls,
         disabled=disabled,
@@ -143,46 +140,38 @@ def build_engine(
     scheduler = Scheduler(limits)
     shadows, fallbacks = Shadows(scheduler), Fallbacks(isolation, scheduler)
     scheduler.release_spare = shadows.release_one
-    factory = RequestFactory(selector, isolation, fallbacks, rollouts, arena, scheduler, model.info.eos_ids, grammars)
+    factory = RequestFactory(selector, isolation, fallbacks, rollouts, memory, scheduler, model.info.eos_ids, grammars)
     runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample), tracer)
     waiting = WaitingForGrammars(grammars, limits.max_queued_requests)
-    core = Core(runner, isolation, arena, scheduler, factory, [waiting, shadows, fallbacks, rollouts])
+    core = Core(runner, isolation, memory, scheduler, factory, [waiting, shadows, fallbacks, rollouts])
     name, *aliases = settings.model_names
     return Engine(
         settings, name, aliases, directory, core, shadows, rollouts, grammars, instances, device, kernels, max_seq_len
     )
 
 
-def _allocate_kv_memory(
+def _make_kv_memory(
     settings: Settings,
     instances: Sequence[DeclaredInstance],
     geometry: Geometry,
     ops: Ops,
     device: torch.device,
     directory: Path,
-    *,
-    gradual: bool,
-) -> tuple[Arena, Mapping[str, KVCache]]:
-    """Allocate the KV memory and make the caches that share it. Raises SettingsError if memory does not suffice."""
-    page = registry.page_bytes(instances, geometry)
-    for line in registry.describe_padding(instances, geometry):
-        log.warning(line)
-    pages = _choose_num_pages(settings, instances, geometry, page, device)
-    with _translate_oom_errors(f"KV memory of {pages * page} bytes", "lower kv_memory"):
-        arena = Arena(pages, page, device, gradual=gradual and device.type == "cpu")
-        caches = registry.build_caches(instances, geometry, arena, ops, str(directory))
-        arena.touch(max(registry.compute_min_pages(instances, geometry), INITIAL_KV_BYTES // page))
-        arena.touch_rest(partial(free_memory, device))
-    return arena, caches
+) -> tuple[Memory, Mapping[str, KVCache]]:
+    """Make the KV memory and the caches that share it. Raises SettingsError if memory does not suffice."""
+    total = _choose_kv_bytes(settings, instances, geometry, device)
+    with _translate_oom_errors(f"KV memory of {total} bytes", "lower kv_memory"):
+        memory = make_memory(total, device, partial(free_memory, device))
+        return memory, registry.build_caches(instances, geometry, memory, ops, str(directory))
 
 
-def _make_limits(settings: Settings, geometry: Geometry, arena: Arena, max_step_scores: int) -> Limits:
+def _make_limits(settings: Settings, geometry: Geometry, kv_bytes: int, max_step_scores: int) -> Limits:
     return Limits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=geometry.max_num_batched_tokens,
         max_queued_requests=settings.max_queued_requests,
         max_seq_len=geometry.max_seq_len,
-        kv_bytes=arena.num_usable_pages * arena.page_bytes,
+        kv_bytes=kv_bytes,
         kv_overcommit=settings.kv_overcommit,
         max_logprob_tokens=max_step_scores,
         num_speculative_tokens=settings.num_speculative_tokens,
@@ -257,23 +246,25 @@ def _warm_up(settings: Settings, model: Model, max_num_batched_tokens: int, max_
 
 
 def _check_ops_in_kv_memory(
-    caches: Mapping[str, KVCache], arena: Arena, geometry: Geometry, kernels: CheckedOps
+    memory: Memory, caches: Mapping[str, KVCache], geometry: Geometry, kernels: CheckedOps
 ) -> None:
     """Raise SettingsError if operations that passed their check in a small memory fail in the KV memory of a strategy.
 
     The operations are tried in the first blocks that a strategy would allocate and, on accelerators, also in the last
-    blocks of the arena, as large offsets are only tested there.
+    blocks of a region, as large offsets are only tested there.
     """
     for name, store in ((name, store) for name, cache in caches.items() for store in dict.fromkeys(cache.stores)):
+        region = next((each for each in memory.list_regions(name) if each.memory is store.memory), None)
+        if region is None:
+            continue  # memory of the strategy's own
         run, count = store.pages_per_block, store.blocks_per_token
-        first = [page for _ in range(count) if (page := arena.allocate(name, run)) is not None]
-        assert len(first) == count, "the arena fits the longest sequence of each strategy"
+        first = region.allocate(count)
+        assert first is not None, "the memory fits the longest sequence of each strategy"
         last = [store.num_blocks - 1 - run * i for i in range(count)]
         tried = [first] if store.device.type == "cpu" else [first, last]
         faults = (find_memory_fault(kernels.ops, store, blocks, geometry.layers, geometry.kv_dtype) for blocks in tried)
         fault = next(filter(None, faults), None)
-        for page in first:
-            arena.release(name, page, run)
+        region.release(first)
         if fault is not None:
             raise SettingsError(
                 f"the kernels ({kernels.description}) fail in the KV memory of {name!r}: {fault}; lower max_seq_len or "
@@ -314,26 +305,27 @@ def _choose_max_seq_len(settings: Settings, info: ModelInfo) -> int:
     return max_seq_len
 
 
-def _choose_num_pages(
-    settings: Settings, instances: Sequence[DeclaredInstance], geometry: Geometry, page: int, device: torch.device
+def _choose_kv_bytes(
+    settings: Settings, instances: Sequence[DeclaredInstance], geometry: Geometry, device: torch.device
 ) -> int:
-    """Return the arena's number of pages, of `page` bytes each. Raises SettingsError if the memory does not suffice.
+    """Return the bytes of the KV memory. Raises SettingsError if they do not suffice.
 
     kv_memory=auto takes a share of the free memory, and at most what max_num_seqs sequences can fill.
     """
-    min_pages = registry.compute_min_pages(instances, geometry)
+    round_block = find_space(device).round_block
+    least = registry.compute_least_bytes(instances, geometry, round_block)
     if settings.kv_memory == "auto":
-        max_pages = settings.max_num_seqs * registry.sequence_pages(instances, geometry)
-        pages = min(int(free_memory(device) * settings.kv_memory_share) // page, max(max_pages, min_pages))
-        choice = f"kv_memory=auto gives {pages * page} bytes ({settings.kv_memory_share:.0%} of the free memory)"
+        most = settings.max_num_seqs * registry.compute_sequence_bytes(instances, geometry, round_block)
+        total = min(int(free_memory(device) * settings.kv_memory_share), max(most, least))
+        choice = f"kv_memory=auto gives {total} bytes ({settings.kv_memory_share:.0%} of the free memory)"
     else:
-        pages = parse_bytes(settings.kv_memory) // page
+        total = parse_bytes(settings.kv_memory)
         choice = f"kv_memory is {settings.kv_memory}"
-        if (free := free_memory(device)) < pages * page:
+        if (free := free_memory(device)) < total:
             raise SettingsError(f"{choice}, but only {free} bytes of memory are free: lower it")
-    if pages < min_pages:
+    if total < least:
         raise SettingsError(
             f"{choice}, too little for one sequence of max_seq_len={geometry.max_seq_len} under every strategy: "
-            f"the minimum is kv_memory={min_pages * page}; set that, or lower max_seq_len"
+            f"the minimum is kv_memory={least}; set that, or lower max_seq_len"
         )
-    return pages
+    return total

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
-from cache_strategies.arena import Arena
 from cache_strategies.errors import StrategyError
+from cache_strategies.memory import Memory
 from kernels.tracing import OpTimer
 from server.engine.extension import Hooks, StepExtension
 from server.engine.instance import Instance
@@ -40,7 +40,7 @@ class Core:
         self,
         runner: ModelRunner,
         isolation: Isolation,
-        arena: Arena,
+        memory: Memory,
         scheduler: Scheduler,
         factory: RequestFactory,
         extensions: Sequence[StepExtension] = (),
@@ -51,9 +51,9 @@ class Core:
         self.tracer = runner.tracer
         self.isolation = isolation
         self.instances: Mapping[str, Instance] = isolation.instances
-        self.arena = arena
+        self.memory = memory
         self.scheduler = scheduler
-        self.memory = KVMemory(arena, self.instances, scheduler)
+        self.shares = KVMemory(memory, self.instances, scheduler)
         self.compactions = {name: CompactionTotals() for name in self.instances}
         self.timing_interval = TIMING_INTERVAL  # one step in so many has its operations timed; 0: no step
         self._factory = factory
@@ -68,10 +68,10 @@ class Core:
         return bool(self._requests) or any(each.is_busy() for each in self._on.is_busy)
 
     def check_integrity(self) -> None:
-        """Assert that the bookkeeping of all caches and of the arena is consistent. Must be called between steps."""
+        """Assert that the bookkeeping of all caches and of the memory is consistent. Must be called between steps."""
         for instance in self.instances.values():
             instance.check_integrity()
-        self.arena.check_integrity()
+        self.memory.check_integrity()
 
     # ---------------------------------------------------------------- requests
     def submit(self, worker: int, message: Submit) -> Event | None:
@@ -143,10 +143,9 @@ class Core:
 
     def _begin(self) -> None:
         """Prepare memory and caches for a step, and queue what extensions have kept back until now."""
-        self.memory.add_touched_pages()
         for instance in self.instances.values():
             instance.poll()
-        self.memory.drain()
+        self.shares.update()
         for extension in self._on.begin:
             self._late_events += filter(None, (self.submit(*held) for held in extension.begin()))
 
@@ -198,7 +197,7 @@ class Core:
 
         Requests whose strategies fail end with an error; return the output of the others.
         """
-        num_free_pages = self.arena.num_free_pages
+        free_bytes = self.memory.free_bytes
         counts = output.count_entered_tokens()
         failed = {output.scheduled[i].request: error for i, error in output.batch.commit(counts).items()}
         for i, compaction in output.batch.compactions.items():
@@ -211,7 +210,7 @@ class Core:
                     failed[row.request] = error
         failed_instances = {error.instance for error in failed.values()}
         self.isolation.record_steps({s.request.instance.name for s in output.scheduled} - failed_instances)
-        if self.arena.num_free_pages > num_free_pages:  # keys were dropped, or slots of rejected drafts
+        if self.memory.free_bytes > free_bytes:  # keys were dropped, or slots of rejected drafts
             self.scheduler.mark_room_changed()
         if not failed:
             return output
@@ -352,7 +351,7 @@ class Core:
             seconds=time.monotonic() - began,
             preemptions=Counter([r.instance.name for r in preempted]),
             failures=self.isolation.collect_faults(),
-            evicted_bytes=self.memory.collect_evicted_bytes(),
+            evicted_bytes=self.shares.collect_evicted_bytes(),
             block_events={name: events for name, events in block_events.items() if events is not None},
             op_seconds=None if op_timer is None else op_timer.seconds,
         )

@@ -20,8 +20,8 @@ import msgspec
 import psutil
 import torch
 
-from cache_strategies.arena import Arena
 from cache_strategies.errors import StrategyError
+from cache_strategies.memory import Memory
 from cache_strategies.registry import DeclaredInstance
 from config.settings import SECRETS
 from server.engine.build import Engine
@@ -61,7 +61,7 @@ def get_versions() -> dict[str, str]:
 def get_effective_settings(engine: Engine) -> dict[str, Any]:
     """Return all settings except private ones, with the values that the server chose for `auto` and defaults."""
     settings, core = engine.settings, engine.core
-    limits, arena = core.scheduler.limits, core.arena
+    limits = core.scheduler.limits
     max_body_bytes, max_inflight_body_bytes = settings.compute_body_limits(limits.max_seq_len)
     return settings.model_dump(mode="json", exclude=set(PRIVATE_SETTINGS)) | {
         "model": engine.model_name,
@@ -73,8 +73,7 @@ def get_effective_settings(engine: Engine) -> dict[str, Any]:
         "weight_formats": {name: usage._asdict() for name, usage in core.model.weight_formats.items()},
         "kernels": engine.kernels.backend,
         "threads": torch.get_num_threads(),
-        "kv_memory_bytes": arena.pages * arena.page_bytes,
-        "kv_page_bytes": arena.page_bytes,
+        "kv_memory_bytes": core.memory.planned_bytes,
         "max_seq_len": limits.max_seq_len,
         "max_body_bytes": max_body_bytes,
         "max_inflight_body_bytes": max_inflight_body_bytes,
@@ -110,7 +109,7 @@ def summarize_engine(engine: Engine) -> dict[str, Any]:
 def compute_capacity_tokens(instance: Instance, max_seq_len: int) -> int | None:
     """Return the number of tokens that fit within an instance's limit at once, in sequences of max_seq_len.
 
-    None if the instance uses no arena memory, so that its capacity is not limited, or if it does not say how much.
+    None if the instance has no regions, so that its capacity is not limited, or if it does not say how much.
     """
     try:
         sequence_bytes = instance.bytes_for(max_seq_len)
@@ -119,10 +118,10 @@ def compute_capacity_tokens(instance: Instance, max_seq_len: int) -> int | None:
     return instance.limit_bytes // sequence_bytes * max_seq_len if sequence_bytes else None
 
 
-def describe_share(arena: Arena, name: str) -> dict[str, int]:
+def describe_share(memory: Memory, name: str) -> dict[str, int]:
     """Return an instance's current floor and limit in bytes."""
-    floor, limit = arena.get_share(name)
-    return {"floor_bytes": floor * arena.page_bytes, "limit_bytes": limit * arena.page_bytes}
+    floor, limit = memory.get_share(name)
+    return {"floor_bytes": floor, "limit_bytes": limit}
 
 
 def describe_tokens(tokens: KVTokens) -> dict[str, int]:
@@ -130,9 +129,9 @@ def describe_tokens(tokens: KVTokens) -> dict[str, int]:
     return {"kept_tokens": tokens.kept, "dropped_tokens": tokens.dropped}
 
 
-def describe_memory(arena: Arena) -> dict[str, int]:
-    """Return the total bytes of KV memory, which shrink if memory runs out, and the bytes that are usable now."""
-    return {"bytes": arena.total_pages * arena.page_bytes, "usable_bytes": arena.num_usable_pages * arena.page_bytes}
+def describe_memory(memory: Memory) -> dict[str, int]:
+    """Return the bytes of the KV memory, which fall if the system lacks memory, and those that it has provided."""
+    return {"bytes": memory.total_bytes, "warm_bytes": memory.space.warm_bytes}
 
 
 def describe_instance(core: Core, declared: DeclaredInstance) -> dict[str, Any]:
@@ -141,7 +140,7 @@ def describe_instance(core: Core, declared: DeclaredInstance) -> dict[str, Any]:
     return {
         "kind": declared.kind,
         "state": "quarantined" if name in core.isolation.quarantined else "ok",
-        **describe_share(core.arena, name),
+        **describe_share(core.memory, name),
         "usage": instance.usage()._asdict(),
         **describe_tokens(instance.count_tokens()),
     }
@@ -196,7 +195,7 @@ class ProcessMemory:
 
 def read_engine_state(engine: Engine, processes: Mapping[Role, int]) -> EngineState:
     """Return the engine's state for metrics. Takes time proportional to the number of open sequences and blocks."""
-    core, arena, scheduler = engine.core, engine.core.arena, engine.core.scheduler
+    core, memory, scheduler = engine.core, engine.core.memory, engine.core.scheduler
     longest = scheduler.limits.max_seq_len
     budgets = {name: instance.token_budget(longest) for name, instance in core.instances.items()}
     return EngineState(
@@ -206,11 +205,11 @@ def read_engine_state(engine: Engine, processes: Mapping[Role, int]) -> EngineSt
         tokens={name: instance.count_tokens() for name, instance in core.instances.items()},
         budget_tokens={name: longest if budget is None else budget for name, budget in budgets.items()},
         blocks={name: instance.blocks() for name, instance in core.instances.items()},
-        floor_bytes={name: arena.get_share(name)[0] * arena.page_bytes for name in core.instances},
+        floor_bytes={name: memory.get_share(name).floor for name in core.instances},
         quarantined=core.isolation.quarantined,
-        pool_free=arena.num_free_pages * arena.page_bytes,
-        pool_held=(arena.num_usable_pages - arena.num_free_pages) * arena.page_bytes,
-        pool_untouched=arena.num_untouched_pages * arena.page_bytes,
+        pool_held=memory.held_bytes,
+        pool_warm=max(0, memory.space.warm_bytes - memory.held_bytes),
+        pool_cold=max(0, memory.total_bytes - max(memory.space.warm_bytes, memory.held_bytes)),
         device_memory=device_memory(core.model.device),
         process_memory=processes,
         rollouts=engine.rollouts.states,

@@ -3,7 +3,7 @@
 The engine calls a strategy within regions only: one for scheduling a row, planning a step, committing it, a report. A
 region costs no check of what single calls return. Whatever is raised in it becomes a `StrategyError`, which names the
 instance and the method; it ends requests of this instance and no others. What could harm others is checked: new
-sequences, numbers that the engine computes with, pages that plug-ins name. All else that a strategy may do wrongly
+sequences, numbers that the engine computes with, memory that plug-ins name. All else that a strategy may do wrongly
 harms its own requests, and is found by the kit (plugin_kit). Knows neither requests nor what follows from a fault
 (isolation/quarantine.py).
 """
@@ -14,7 +14,7 @@ import json
 import logging
 import operator
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
 from traceback import walk_tb
 from types import TracebackType
@@ -26,24 +26,26 @@ from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row, Seat
 from cache_strategies.errors import StrategyError
-from cache_strategies.features import PageDescribing, PageMarking, PrefixListing
+from cache_strategies.features import BlockDescribing, BlockMarking, PrefixListing
+from cache_strategies.memory import Memory
+from cache_strategies.memory import Region as MemoryRegion
 from cache_strategies.types import (
     NO_SALT,
     BlockEvents,
+    BlockInfo,
     Blocks,
+    BlockState,
     CachedPrefix,
     CacheUsage,
     Contract,
     Miss,
-    PageInfo,
-    PageState,
     PinError,
     Salt,
     count_reusable_tokens,
 )
 from kernels.ops import KVLocation
 from server.engine.calls import NUM_CODES, CallObserver, NoObserver
-from server.engine.isolation.checks import check_locations, check_pages, check_tap, describe, describe_error
+from server.engine.isolation.checks import check_locations, check_owner, check_tap, describe, describe_error
 from server.records import Compaction, KVTokens
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ MISSES = {*get_args(Miss), None}
 REPORTS = frozenset(
     (
         *("usage", "blocks", "count_dropped_tokens", "estimate_bytes", "token_budget", "collect_block_events"),
-        *("mark_pages", "describe_page", "list_prefixes"),
+        *("mark_blocks", "describe_block", "list_prefixes"),
     )
 )
 # The methods that are called in the region "schedule", by the functions that call them or are them
@@ -142,6 +144,7 @@ class Instance:
     ) -> None:
         """Use a strategy; `on_fault` is called with each fault, once; `observer` sees which region is running."""
         self.name = strategy.name
+        self.memory: Memory = strategy.setup.memory.shared
         self._on_fault = on_fault
         self._log_again_at: dict[str, float] = {}  # by method: when a fault of it is logged again
         self.region = Regions(self, observer or NoObserver())
@@ -152,16 +155,16 @@ class Instance:
     def use(self, strategy: KVCache) -> None:
         """Use another strategy of the same setup from now on. No sequence may be open."""
         assert not self._open
-        self.strategy, self.is_suspended, self._keeps_idle_pages = strategy, False, False
+        self.strategy, self.is_suspended, self._keeps_idle_blocks = strategy, False, False
         self.setup, self.contract = strategy.setup, strategy.contract
-        self.arena = strategy.setup.arena
+        self._bytes_by_tokens: dict[int, int] = {}
         self._is_plugin = hasattr(strategy, "interface_version")  # then its plans are checked before they are used
         self.compacts = _overrides(strategy, "compact")
         self.limits_rows = _overrides(strategy, "row_limit") or strategy.contract.max_row is not None
         self._polls = _overrides(strategy, "poll")
         self._retains = _overrides(strategy, "retain")
         self._has_events = _overrides(strategy, "collect_block_events")
-        self.arena.register_owner(self.name, self)
+        self.memory.set_owner(self.name, self)
 
     def rebuild(self, make: Callable[[], KVCache]) -> None:
         """Use the strategy that `make` builds. Raises StrategyError if that fails. No sequence may be open."""
@@ -170,17 +173,15 @@ class Instance:
                 strategy = make()
                 assert isinstance(strategy.contract, Contract)
         except StrategyError:
-            self.arena.release_all(self.name)
+            self.memory.release_all(self.name)
             raise
-        finally:  # the base class has registered what may be built in part only
-            self.arena.register_owner(self.name, self)
         self.use(strategy)
 
     def suspend(self) -> None:
         """Free all memory of the strategy, and call it no more until `use`. No sequence may be open."""
         assert not self._open
         self.is_suspended = True
-        self.arena.release_all(self.name)
+        self.memory.release_all(self.name)
 
     def make_fault(
         self, method: str, problem: str, cause: BaseException | None = None, *, is_report: bool = False
@@ -281,67 +282,83 @@ class Instance:
     @property
     def limit_bytes(self) -> int:
         """The most memory, in bytes, that the instance could hold if all others shrank to their floors."""
-        return self.arena.capacity(self.name) * self.arena.page_bytes
+        return self.memory.get_capacity(self.name)
 
     @property
     def at_limit(self) -> bool:
         """Whether the instance can hold more memory only after its own sequences have freed some."""
-        return self.arena.at_limit(self.name)
+        return self.memory.is_at_limit(self.name)
 
     @property
     def draining(self) -> bool:
         """Whether the instance may exceed its lowered limit until its running requests end; no new ones start then."""
-        return self.arena.draining(self.name)
+        return self.memory.is_draining(self.name)
 
     def bytes_for(self, num_tokens: int) -> int:
         """Return the peak bytes of a sequence of `num_tokens` tokens. Raises StrategyError."""
-        self._check_in_use("bytes_for")
-        with self.region["bytes_for"]:
-            return check_int(f"the bytes of {num_tokens} tokens", self.strategy.bytes_for(num_tokens))
+        return self._count_bytes("sizes", num_tokens)
+
+    def _count_bytes(self, region: str, num_tokens: int) -> int:
+        self._check_in_use(region)
+        if (known := self._bytes_by_tokens.get(num_tokens)) is not None:
+            return known
+        with self.region[region]:
+            found = self.memory.count_sequence_bytes(self.name, num_tokens)
+            size = check_int(f"the bytes of {num_tokens} tokens", found)
+        self._bytes_by_tokens[num_tokens] = size
+        return size
 
     def estimate_bytes(self, num_tokens: int) -> int | None:
         """Return bytes_for() for a report: None after a fault, which is no reason for a quarantine."""
-        if self.is_suspended:
-            return None
         try:
-            with self.region["estimate_bytes"]:
-                return check_int(f"the bytes of {num_tokens} tokens", self.strategy.bytes_for(num_tokens))
+            return self._count_bytes("estimate_bytes", num_tokens)
         except StrategyError:
             return None
 
-    def idle_pages(self) -> int:
-        """Return the number of pages that reclaim() could free, at most those that the instance holds."""
-        if self._keeps_idle_pages or self.is_suspended:
+    @property
+    def idle_bytes(self) -> int:
+        """The bytes that evict() could free, at most those that the instance holds."""
+        if self._keeps_idle_blocks or self.is_suspended:
             return 0
-        held = self.arena.num_held_pages(self.name)
+        held = self.memory.get_held_bytes(self.name)
         try:
-            with self.region["idle_pages"]:
-                return max(0, min(operator.index(self.strategy.idle_pages()), held))
+            with self.region["idle_bytes"]:
+                return max(0, min(operator.index(self.strategy.idle_bytes), held))
         except StrategyError:
             return 0
 
-    def reclaim(self, pages: int) -> int:
-        """Free idle pages; the number freed is counted by the arena, not taken from the strategy.
+    def evict(self, num_bytes: int) -> int:
+        """Free idle blocks; the bytes freed are counted by the memory, not taken from the strategy.
 
-        If it is less than idle_pages() promised, no page counts as idle any more: others could not get these pages.
+        If they are fewer than idle_bytes promised, no block counts as idle any more: others could not get its memory.
         """
-        before, promised = self.arena.num_held_pages(self.name), min(pages, self.idle_pages())
-        self._call_quietly("reclaim", pages)
-        num_freed = max(0, before - self.arena.num_held_pages(self.name))
-        if num_freed < promised:
-            self._keeps_idle_pages = True
-            self.make_fault("reclaim", f"it freed {num_freed} of {promised} idle pages")
-        return num_freed
+        before, promised = self.memory.get_held_bytes(self.name), min(num_bytes, self.idle_bytes)
+        self._call_quietly("evict", num_bytes)
+        freed = max(0, before - self.memory.get_held_bytes(self.name))
+        if freed < promised:
+            self._keeps_idle_blocks = True
+            self.make_fault("evict", f"it freed {freed} of {promised} idle bytes")
+        return freed
 
-    def pinned_pages(self) -> Collection[int]:
-        """Return the numbers of the pages with pinned blocks, which cannot be reclaimed."""
+    def pinned_blocks(self) -> Mapping[MemoryRegion, Collection[int]]:
+        """Return the pinned blocks by region, which cannot be evicted."""
         if self.is_suspended:
-            return ()
+            return {}
         try:
-            with self.region["pinned_pages"]:
-                return {page for page in self.strategy.pinned_pages() if 0 <= page < self.arena.pages}
+            with self.region["pinned_blocks"]:
+                own = self.memory.list_regions(self.name)
+                pinned = self.strategy.pinned_blocks()
+                return {region: {*map(operator.index, pinned[region])} for region in own if region in pinned}
         except StrategyError:
-            return ()
+            return {}
+
+    def count_pinned_bytes(self) -> int:
+        return sum(len(blocks) * region.size for region, blocks in self.pinned_blocks().items())
+
+    def count_unused_bytes(self) -> int:
+        """Return how many bytes the instance holds for neither sequences nor reuse nor pins."""
+        held = self.memory.get_held_bytes(self.name)
+        return max(0, held - self.idle_bytes - self.count_pinned_bytes()) if held else 0
 
     # ---------------------------------------------------------------- a step
     def poll(self) -> None:
@@ -372,7 +389,7 @@ class Instance:
         check_locations(planned.locations)
         self.setup.check_slots(planned.locations, num_tokens)
         if self._is_plugin:
-            check_pages(planned.locations, [spec.window for spec in geometry.layers], self.arena, self.name)
+            check_owner(planned.locations, self.memory, self.name)
         if planned.plan.query_tap is not None:
             check_tap(planned.plan.query_tap, num_tokens, geometry)
 
@@ -456,29 +473,33 @@ class Instance:
         kind = tuple[Annotated[list[CachedPrefix], msgspec.Meta(max_length=limit)], int]
         return self.report("list_prefixes", kind, nothing, limit)
 
-    def read_page_states(self, num_pages: int) -> Tensor:
-        """Return the `PageState` of each page, uint8 [num_pages]: IN_USE if the strategy marks none, or after a fault.
+    def read_block_states(self, region: MemoryRegion) -> Tensor:
+        """Return the `BlockState` by page of a region, uint8: of its blocks at their first pages, FREE elsewhere.
 
-        What is returned for the pages of other owners means nothing.
+        Blocks are IN_USE if the strategy marks none, or after a fault.
         """
-        in_use = torch.full((num_pages,), int(PageState.IN_USE), dtype=torch.uint8)
-        if self.is_suspended or not isinstance(self.strategy, PageMarking):
-            return in_use
-        marks = in_use.clone()
+        states = torch.zeros(region.placement.extent, dtype=torch.uint8)
+        used = torch.tensor(region.placement.list_used(), dtype=torch.int64)
+        states[used] = int(BlockState.IN_USE)
+        if self.is_suspended or not isinstance(self.strategy, BlockMarking):
+            return states
+        marks = states.clone()
         try:
-            with self.region["mark_pages"]:
-                self.strategy.mark_pages(marks)
-                if marks.shape != in_use.shape or marks.dtype != in_use.dtype:
-                    raise ValueError(f"it turned the states, {list(in_use.shape)}, into {list(marks.shape)}")
-                return torch.where(marks <= max(PageState), marks, in_use)
+            with self.region["mark_blocks"]:
+                self.strategy.mark_blocks(region, marks)
+                if marks.shape != states.shape or marks.dtype != states.dtype:
+                    raise ValueError(f"it turned the states, {list(states.shape)}, into {list(marks.shape)}")
+                is_known = (marks[used] > int(BlockState.FREE)) & (marks[used] <= max(BlockState))
+                states[used] = torch.where(is_known, marks[used], states[used])
         except StrategyError:
-            return in_use
+            pass
+        return states
 
-    def describe_page(self, page: int) -> PageInfo | None:
-        """Return what the strategy knows about one of its pages, if anything."""
-        if not isinstance(self.strategy, PageDescribing):
+    def describe_block(self, region: MemoryRegion, block: int) -> BlockInfo | None:
+        """Return what the strategy knows about one of its blocks, if anything."""
+        if not isinstance(self.strategy, BlockDescribing):
             return None
-        info: PageInfo | None = self.report("describe_page", PageInfo | None, None, page)
+        info: BlockInfo | None = self.report("describe_block", BlockInfo | None, None, region, block)
         return info
 
     def collect_block_events(self) -> BlockEvents | None:
@@ -546,9 +567,3 @@ def to_plain(found: Any, kind: Any) -> Any:
 def _overrides(strategy: KVCache, method: str) -> bool:
     """Return whether a strategy has a method of its own: that of the base class does nothing, and is not called."""
     return getattr(getattr(strategy, method), "__func__", None) is not getattr(KVCache, method)
-
-
-def count_unused_pages(instance: Instance) -> int:
-    """Return how many pages an instance holds for neither sequences nor reuse nor pins."""
-    held = instance.arena.num_held_pages(instance.name)
-    return max(0, held - instance.idle_pages() - len(instance.pinned_pages())) if held else 0

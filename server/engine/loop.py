@@ -190,7 +190,7 @@ class Loop:
     def _compute_body(self, payload: Question | Command) -> bytes:
         match payload:
             case "kv_cache":
-                body = {"data": describe_caches(self._engine), "memory": describe_memory(self._core.arena)}
+                body = {"data": describe_caches(self._engine), "memory": describe_memory(self._core.memory)}
                 return msgspec.json.encode({"object": "list"} | body)
             case "settings":
                 return msgspec.json.encode(self._info.settings)

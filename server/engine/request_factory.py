@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from cache_strategies.arena import Arena
 from cache_strategies.errors import StrategyError
+from cache_strategies.memory import Memory
 from cache_strategies.types import Salt
 from server.engine.grammar.compiler import CompilationFailed, GrammarCompiler
 from server.engine.grammar.state import GrammarState
@@ -37,7 +37,7 @@ class RequestFactory:
         isolation: Isolation,
         fallbacks: Fallbacks,
         rollouts: Rollouts,
-        arena: Arena,
+        memory: Memory,
         scheduler: Scheduler,
         eos_ids: Collection[int],
         grammars: GrammarCompiler,
@@ -47,7 +47,7 @@ class RequestFactory:
         self._isolation = isolation
         self._fallbacks = fallbacks
         self._rollouts = rollouts
-        self._arena = arena
+        self._memory = memory
         self._scheduler = scheduler
         self._eos_ids = eos_ids
         self._grammars = grammars
@@ -58,7 +58,7 @@ class RequestFactory:
         Its grammar, if it has one, is compiled.
         `requests` are those that have not ended, among which are the other choices (n > 1) of its prompt.
         """
-        by_rule, reason = self._selector.choose(message, self._arena.usage)
+        by_rule, reason = self._selector.choose(message, self._memory.usage)
         size = len(message.prompt), message.sampling.max_tokens
         choice = self._rollouts.choose(
             by_rule, reason, message, self._isolation.usable, lambda name: self._fallbacks.has_room(name, *size)

@@ -142,7 +142,7 @@ def _open_seats(instances: Sequence[Instance], document: Document) -> Iterator[l
     with ExitStack() as stack:
         seats = []
         for instance in instances:
-            stack.callback(_reclaim_idle, instance)
+            stack.callback(_evict_idle, instance)
             seat = instance.open(document.ids[:-1], max_cached=0)  # the last token is only predicted, not an input
             if seat is None:
                 raise _no_room_error(instance)
@@ -151,9 +151,9 @@ def _open_seats(instances: Sequence[Instance], document: Document) -> Iterator[l
         yield seats
 
 
-def _reclaim_idle(instance: Instance) -> None:
-    """Free an instance's idle blocks, so that the next document finds contiguous free pages."""
-    instance.reclaim(instance.idle_pages())
+def _evict_idle(instance: Instance) -> None:
+    """Free an instance's idle blocks, so that they are in the next document's way nowhere."""
+    instance.evict(instance.idle_bytes)
 
 
 def _check_room(instances: Sequence[Instance], longest: Document) -> None:

@@ -28,7 +28,7 @@ MISS_REASON = Label("reason", get_args(Miss))
 WAIT_REASON = Label("reason", get_args(WaitReason))
 KV_STATE = Label("state", ("used", "idle", "wasted"))
 KV_TOKEN_STATE = Label("state", KVTokens._fields)
-POOL_STATE = Label("state", ("held", "free", "untouched"))
+POOL_STATE = Label("state", ("held", "warm", "cold"))
 DEVICE_STATE = Label("state", DeviceMemory._fields)
 BLOCK_STATE = Label("state", Blocks._fields)
 OP = Label("op")  # name of an operation in `kernels.ops.Ops`
@@ -285,7 +285,8 @@ KV_FLOOR = MetricFamily(Gauge, "kv_cache_floor_bytes", "KV memory that no other 
 KV_POOL = MetricFamily(
     Gauge,
     "kv_cache_pool_bytes",
-    "KV memory of the server: held by a strategy, free, or untouched (soon after the start: not there yet).",
+    "KV memory of the server: held by a strategy; warm: free, and provided by the system already; cold: free, and "
+    "taken from the system when it is needed.",
     (POOL_STATE,),
 )
 KV_BLOCKS = MetricFamily(

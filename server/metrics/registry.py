@@ -283,7 +283,7 @@ class Metrics:
         for name in self._rollouts:
             self._set_rollout_gauges(name, state)
         for family, by_state in (
-            (f.KV_POOL, {"held": state.pool_held, "free": state.pool_free, "untouched": state.pool_untouched}),
+            (f.KV_POOL, {"held": state.pool_held, "warm": state.pool_warm, "cold": state.pool_cold}),
             (f.DEVICE_MEMORY, state.device_memory._asdict()),
             (f.PROCESS_MEMORY, state.process_memory),
         ):

@@ -25,8 +25,7 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
     `restarts` is the number of engines that ran before this one.
     """
     try:
-        gradual = not settings.kv_memory_at_start
-        engine = build_engine(settings, gradual=gradual, calls=status.calls, disabled=status.disabled)
+        engine = build_engine(settings, calls=status.calls, disabled=status.disabled)
         capture = Capture.begin(settings.metal_capture_steps, engine.device)
     except SettingsError as error:
         status.send({"error": str(error)})

@@ -145,15 +145,15 @@ class StrategyCalls:
     If a call never returns, the engine cannot say so itself. Implements `CallObserver` of engine/calls.py.
     """
 
-    # Of KVCache and of optional protocols. schedule stands for ready, row_limit and grow; estimate_bytes is bytes_for,
+    # Of KVCache and of optional protocols. schedule stands for ready, row_limit and grow; estimate_bytes is sizes,
     # called for a report
     METHODS = (
-        *("__init__", "open", "retain", "schedule", "crop", "fork", "discard", "close", "bytes_for"),
-        *("idle_pages", "reclaim", "pinned_pages", "poll", "plan", "attend", "commit", "compact"),
+        *("__init__", "open", "retain", "schedule", "crop", "fork", "discard", "close", "sizes"),
+        *("idle_bytes", "evict", "pinned_blocks", "poll", "plan", "attend", "commit", "compact"),
         *("estimate_bytes", "usage", "blocks", "count_dropped_tokens", "token_budget", "collect_block_events"),
         *("clear", "pin", "pin_prefix", "unpin", "pins", "drop_prefix", "list_prefixes"),
         *("block_naming", "list_block_names"),
-        *("inspect", "mark_pages", "describe_page"),
+        *("inspect", "mark_blocks", "describe_block"),
     )
 
     def __init__(self, context: BaseContext, instances: Sequence[str]) -> None:

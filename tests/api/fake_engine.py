@@ -58,10 +58,11 @@ def snapshot_of(value: float) -> bytes:
     )
 
 
-def live_state_of(owner: int, num_cells: int = 200) -> bytes:
-    """Return the live state of an engine in which all cells are those of one owner."""
-    cells = {"pages_per_cell": 1, "owners": bytes([owner] * num_cells), "states": bytes([3] * num_cells)}
-    return msgspec.json.encode({"object": "live", "cells": cells, "requests": {f"0/{owner}": {"id": str(owner)}}})
+def live_state_of(state: int, num_cells: int = 200) -> bytes:
+    """Return the live state of an engine in which all blocks of a region are in one state."""
+    region = {"instance": "paged", "held_blocks": num_cells, "blocks_per_cell": 1, "states": bytes([state] * num_cells)}
+    requests = {f"0/{state}": {"id": str(state)}}
+    return msgspec.json.encode({"object": "live", "regions": {"paged/0": region}, "requests": requests})
 
 
 class FakeEngine:

@@ -66,8 +66,8 @@ def test_an_api_key_that_is_refused_is_not_repeated() -> None:
     ("path", "message"),
     [
         ("/v1/models?strategies=perhaps", 'strategies: should be true or false, not "perhaps"'),
-        ("/v1/live/pages/first", 'page: should be a whole number, not "first"'),
-        ("/v1/live/pages/-1", "page: should be 0 or more, not"),
+        ("/v1/live/blocks/paged/0/first", 'block: should be a whole number, not "first"'),
+        ("/v1/live/blocks/paged/-1/0", "region: should be 0 or more, not"),
     ],
 )
 def test_what_an_address_says_is_refused_in_plain_words(

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from cache_strategies import registry
-from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache, Row, Seat
 from cache_strategies.block_table import BlockTableCache, TableSeat
 from cache_strategies.contiguous import ContiguousCache
+from cache_strategies.memory import find_space, make_memory
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
 from cache_strategies.types import NO_SALT, Geometry, Salt, count_reusable_tokens
@@ -27,32 +27,69 @@ BLOCK = 4  # tokens of a block, unless a test says otherwise
 def make_cache(
     kind: str,
     *,
-    pages: int = 200,
+    blocks: int = 200,
     seats: int = 8,
     max_seq_len: int = 64,
     layers: Sequence[LayerSpec] = (LAYER,),
     **options: int | bool,
 ) -> KVCache:
-    """Return an instance called "it", alone in its arena; memory that was never written is NaN."""
-    instances = registry.resolve_instances({"it": StrategySettings(kind=kind, **options)})
+    """Return an instance called "it", alone in its memory; what was never written is NaN.
+
+    The memory has room for `blocks` blocks of the instance's first region.
+    """
+    (instance,) = registry.resolve_instances({"it": StrategySettings(kind=kind, **options)})
     geometry = Geometry(layers, torch.float32, seats, max_seq_len, 64)
-    arena = Arena(pages, registry.page_bytes(instances, geometry))
-    arena.memory.fill_(0xFF)
-    return registry.build_caches(instances, geometry, arena, BACKENDS[FASTEST]())["it"]
+    size = find_space("cpu").round_block(instance.cls.sizes(instance.options, geometry).block_bytes[0])
+    memory = make_memory(blocks * size)
+    cache = registry.build_caches([instance], geometry, memory, BACKENDS[FASTEST]())["it"]
+    for region in memory.list_regions("it"):
+        region.memory.fill_(0xFF)
+    return cache
 
 
 def make_paged(
     *,
-    pages: int = 200,
+    blocks: int = 200,
     seats: int = 8,
     block_size: int = BLOCK,
     layers: Sequence[LayerSpec] = (LAYER,),
     **options: bool,
 ) -> PagedCache:
-    """Return a paged instance; one page is one block, or a part of it if some of the layers have a window."""
-    cache = make_cache("paged", pages=pages, seats=seats, block_size=block_size, layers=layers, **options)
+    """Return a paged instance; if some layers have a window, `blocks` are those of the layers without one."""
+    cache = make_cache("paged", blocks=blocks, seats=seats, block_size=block_size, layers=layers, **options)
     assert isinstance(cache, PagedCache)
     return cache
+
+
+def count_bytes(cache: KVCache, num_tokens: int) -> int:
+    """Return the most bytes that a sequence of `num_tokens` tokens holds at one time, as sizes() says."""
+    return cache.setup.memory.shared.count_sequence_bytes(cache.name, num_tokens)
+
+
+def get_block_bytes(cache: KVCache) -> int:
+    """Return the bytes that a block of a cache's first region takes."""
+    return cache.setup.memory.regions[0].size
+
+
+def get_token_bytes(cache: KVCache) -> float:
+    """Return the bytes of a token's keys and values."""
+    return sum(store.block_bytes / store.block_size for store in cache.stores)
+
+
+def count_held_blocks(cache: KVCache) -> int:
+    """Return the number of blocks that a cache holds in all its regions."""
+    return sum(region.num_held for region in cache.setup.memory.regions)
+
+
+def count_free_blocks(cache: KVCache) -> int:
+    """Return how many blocks of a cache's first region fit into the memory that nothing holds."""
+    return cache.setup.memory.shared.free_bytes // cache.setup.memory.regions[0].size
+
+
+def evict(cache: KVCache, blocks: int) -> int:
+    """Free idle memory of at least so many blocks of a cache's first region; return how many were freed."""
+    size = cache.setup.memory.regions[0].size
+    return cache.evict(blocks * size) // size
 
 
 def open_seat(
@@ -89,9 +126,10 @@ def write(cache: KVCache, *rows: tuple[Seat, Sequence[int]], commit: bool = True
     """Plan, write keys and values and, unless `commit` is False, commit: a step without growing the seats."""
     rows = tuple(sorted(rows, key=lambda row: len(row[1]) > 1))
     plan = cache.plan([Row(seat, len(tokens)) for seat, tokens in rows])
-    k = torch.cat([_entry(seat.length, tokens) for seat, tokens in rows])
-    for layer in range(len(cache.setup.geometry.layers)):
-        cache.attend(plan, layer, k, k, -k, torch.empty_like(k))
+    entries = torch.cat([_entry(seat.length, tokens) for seat, tokens in rows])
+    for layer, spec in enumerate(cache.setup.geometry.layers):
+        q, k = (entries.repeat(1, heads, 1) for heads in (spec.num_q_heads, spec.num_kv_heads))
+        cache.attend(plan, layer, q, k, -k, torch.empty_like(q))
     if commit:
         cache.commit(plan, [tokens for _, tokens in rows])
 
@@ -140,9 +178,10 @@ def visible_tokens(cache: KVCache, seat: Seat, layer: int) -> list[int]:
 
 
 def assert_nothing_leaked(cache: KVCache) -> None:
-    """Assert that the arena is free once idle blocks are reclaimed, when no seat is open."""
+    """Assert that all memory is free once idle blocks are evicted, when no seat is open."""
+    memory = cache.setup.memory.shared
     cache.check_integrity()
-    arena = cache.setup.arena
-    cache.reclaim(arena.pages)
+    cache.evict(memory.total_bytes)
     cache.check_integrity()
-    assert arena.num_free_pages == arena.pages
+    memory.check_integrity()
+    assert not memory.held_bytes

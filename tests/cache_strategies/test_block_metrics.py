@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_ages_of_paged_blocks(clock: Clock) -> None:
-    cache = make_paged(pages=3)
+    cache = make_paged(blocks=3)
     clock.now = 1.0
     first = open_seat(cache, TEXT)  # its two full blocks get their names
     enter(cache, (first, TEXT))
@@ -65,7 +65,7 @@ def test_ages_of_paged_blocks(clock: Clock) -> None:
 
 
 def test_ages_of_contiguous_runs(clock: Clock) -> None:
-    cache = make_cache("contiguous", pages=1)
+    cache = make_cache("contiguous", blocks=1)
     clock.now = 1.0
     first = read_prompt(cache, TEXT)
     clock.now = 4.0

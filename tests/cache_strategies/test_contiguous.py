@@ -9,7 +9,9 @@ from cache_strategies.types import NO_SALT, Salt, SaltScope
 from tests.cache_strategies.cache_driver import (
     assert_nothing_leaked,
     enter,
+    evict,
     find_cached,
+    get_block_bytes,
     make_cache,
     open_seat,
     read_prompt,
@@ -19,9 +21,9 @@ from tests.cache_strategies.cache_driver import (
 TEXT = list(range(10, 24))
 
 
-def contiguous(*, pages: int = 4, **options: bool) -> ContiguousCache:
+def contiguous(*, blocks: int = 4, **options: bool) -> ContiguousCache:
     """Return a contiguous cache whose page is one sequence."""
-    cache = make_cache("contiguous", pages=pages, **options)
+    cache = make_cache("contiguous", blocks=blocks, **options)
     assert isinstance(cache, ContiguousCache)
     return cache
 
@@ -61,7 +63,7 @@ def test_the_longest_is_taken_and_of_equal_ones_the_latest() -> None:
 
 
 def test_a_long_text_is_not_given_up_for_a_short_beginning_while_there_is_other_memory() -> None:
-    cache = contiguous(pages=2)
+    cache = contiguous(blocks=2)
     left(cache, TEXT)
     other = [*TEXT[:5], *range(70, 80)]
     assert open_seat(cache, other).cached == 0
@@ -96,14 +98,14 @@ def test_max_cached_limits_and_bypasses() -> None:
 
 
 def test_idle_memory_goes_to_whoever_needs_it_the_oldest_first() -> None:
-    cache = contiguous(pages=2)
+    cache = contiguous(blocks=2)
     left(cache, TEXT, [1, 2, 3, 4])
-    assert cache.idle_pages() == 2
+    assert cache.blocks().idle == 2
     open_seat(cache, [7, 7, 7])
     assert find_cached(cache, [*TEXT, 1]) == 0
     assert find_cached(cache, [1, 2, 3, 4, 5]) == 4
     usage = cache.usage()
-    assert (usage.idle, usage.reserved) == (cache.bytes_per_block, 2 * cache.bytes_per_block)
+    assert (usage.idle, usage.reserved) == (get_block_bytes(cache), 2 * get_block_bytes(cache))
 
 
 def test_what_was_cropped_or_has_no_name_is_not_found() -> None:
@@ -114,7 +116,7 @@ def test_what_was_cropped_or_has_no_name_is_not_found() -> None:
     assert find_cached(cache, [*TEXT[:6], -1, *TEXT[7:]]) == 6
     nameless = read_prompt(cache, [-1, 2, 3])
     cache.close(nameless)
-    assert cache.idle_pages() == 1
+    assert cache.blocks().idle == 1
 
 
 def test_a_fork_is_found_as_well() -> None:
@@ -132,11 +134,11 @@ def test_clear_forgets_what_is_idle_and_what_will_be() -> None:
     left(cache, TEXT, salt=Salt("a"))
     left(cache, [1, 2, 3, 4], salt=Salt("b"))
     running = read_prompt(cache, [7, 7, 7, 7], salt=Salt("a"))
-    assert cache.clear(SaltScope("a")) == cache.bytes_per_block
+    assert cache.clear(SaltScope("a")) == get_block_bytes(cache)
     cache.close(running)
     assert find_cached(cache, [7, 7, 7, 7, 7], salt=Salt("a")) == find_cached(cache, TEXT, salt=Salt("a")) == 0
     assert find_cached(cache, [1, 2, 3, 4, 5], salt=Salt("b")) == 4
-    assert cache.clear() == cache.bytes_per_block
+    assert cache.clear() == get_block_bytes(cache)
     assert_nothing_leaked(cache)
 
 
@@ -145,11 +147,11 @@ def test_it_can_be_switched_off() -> None:
     left(cache, TEXT)
     seat = open_seat(cache, TEXT)
     assert (seat.cached, seat.miss) == (0, "bypass")
-    assert cache.idle_pages() == 0
+    assert cache.idle_bytes == 0
 
 
 def test_what_goes_first_is_what_has_outlived_its_time_then_what_is_worth_least() -> None:
-    cache = contiguous(pages=3)
+    cache = contiguous(blocks=3)
     texts = [[start, start + 1, start + 2] for start in (10, 20, 30)]
     seats = [read_prompt(cache, text) for text in texts]
     for seat, (priority, ttl) in zip(seats, ((1, None), (0, None), (2, 0.0)), strict=True):
@@ -157,13 +159,13 @@ def test_what_goes_first_is_what_has_outlived_its_time_then_what_is_worth_least(
         cache.close(seat)
     kept = []
     for _ in texts:
-        assert cache.reclaim(1) == 1
+        assert evict(cache, 1) == 1
         kept.append([find_cached(cache, [*text, 99]) > 0 for text in texts])
     assert kept == [[True, True, False], [True, False, False], [False, False, False]]
 
 
 def test_at_its_limit_there_is_no_other_memory() -> None:
-    cache = contiguous(pages=4)
+    cache = contiguous(blocks=4)
     left(cache, TEXT)
-    cache.setup.arena.set_share(cache.name, floor=0, limit=1)
+    cache.setup.memory.shared.set_share(cache.name, floor=0, limit=get_block_bytes(cache))
     assert find_cached(cache, [*TEXT[:5], 99]) == 5

@@ -19,7 +19,13 @@ from kernels.types import LayerSpec
 from plugin_kit.driver.reference import attention, visible_keys
 from plugin_kit.driver.steps import Reading, step
 from plugin_kit.driver.texts import MODEL, Text, random_text
-from tests.cache_strategies.cache_driver import assert_nothing_leaked, make_cache, open_seat, read_prompt
+from tests.cache_strategies.cache_driver import (
+    assert_nothing_leaked,
+    count_bytes,
+    make_cache,
+    open_seat,
+    read_prompt,
+)
 from tests.contract.harness import World
 
 MIRRORED = {"it": StrategySettings(kind="mirrored")}
@@ -28,7 +34,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def mirrored_world(**how: object) -> tuple[World, MirroredCache]:
-    """Return a world of one mirrored instance, whose arena is filled with NaN, and the instance."""
+    """Return a world of one mirrored instance, whose memory is filled with NaN, and the instance."""
     world = World(MIRRORED, **how)  # type: ignore[arg-type]
     cache = world.caches["it"]
     assert isinstance(cache, MirroredCache)
@@ -108,9 +114,9 @@ def test_histories_are_views_of_the_seats_block() -> None:
     world, cache = mirrored_world(max_seats=2)
     readings = [world.open("it", random_text(i, 60, MODEL)) for i in range(2)]
     step([(reading, 50) for reading in readings])
-    arena = world.arena
+    (region,) = cache.setup.memory.regions
     for seat in map(seat_of, readings):
-        begin = arena.memory.data_ptr() + seat.block * arena.page_bytes
+        begin = region.memory.data_ptr() + seat.block * region.page_bytes
         for layer, spec in enumerate(MODEL):
             k, v = seat.gather_cache_history(layer)
             repeated_k, repeated_v = seat.gather_repeated_cache_history(layer)
@@ -122,7 +128,7 @@ def test_histories_are_views_of_the_seats_block() -> None:
             own = (160 * spec.head_dim, spec.head_dim, 1), (spec.head_dim, k.stride(0), 1)
             assert repeated_k.stride() == own[not grouped]
             for view in (k, v, repeated_k, repeated_v):
-                assert begin <= view.data_ptr() < begin + cache.bytes_per_block
+                assert begin <= view.data_ptr() < begin + region.size
             assert seat.gather_repeated_cache_history(layer, 7)[0].data_ptr() == repeated_k.data_ptr()
 
 
@@ -243,7 +249,8 @@ def test_append_refuses_other_shapes_and_writes_nothing() -> None:
         assert seat is not None
         cache.plan([Row(seat, 3)])
         k, v = torch.ones(3, heads, 8), torch.ones(3, heads, 4)
-        before = world.arena.memory.clone()
+        (memory,) = world.list_tensors()
+        before = memory.clone()
         for keys, values, words in (
             (k[:, :1], v, "k must be"),
             (k, v[:, :1], "v must be"),
@@ -258,7 +265,7 @@ def test_append_refuses_other_shapes_and_writes_nothing() -> None:
         ):
             with pytest.raises(ValueError, match=words):
                 seat.append(0, keys, values, cache.setup)
-            assert torch.equal(world.arena.memory, before)
+            assert torch.equal(memory, before)
         seat.append(0, k, v, cache.setup)
         assert seat.gather_cache_history(0, 3)[0].eq(1).all()
 
@@ -270,8 +277,8 @@ def test_without_grouped_heads_a_sequence_takes_as_much_as_under_contiguous() ->
     world = World(settings, layers=layers, max_seats=1, max_seq_len=160)
     plain, mirrored = world.caches["contiguous"], world.caches["mirrored"]
     assert isinstance(mirrored, MirroredCache)
-    assert mirrored.bytes_for(160) == plain.bytes_for(160)
-    assert mirrored.bytes_per_token == 3 * 2 * 64 * 4 * 4
+    assert count_bytes(mirrored, 160) == count_bytes(plain, 160)
+    assert world.get_sizes("mirrored").block_bytes == [160 * 3 * 2 * 64 * 4 * 4]
     text = random_text(1, 90, layers)
     readings = [world.open(kind, text) for kind in settings]
     for n in (70, 1, 19):
@@ -288,22 +295,20 @@ def test_sizes_count_both_copies() -> None:
     world = World(settings, layers=layers, dtype=torch.bfloat16, max_seats=1, max_seq_len=160)
     plain, mirrored = world.caches["contiguous"], world.caches["mirrored"]
     assert isinstance(mirrored, MirroredCache)
-    assert mirrored.bytes_for(1) == mirrored.bytes_for(160) == 8 * plain.bytes_for(160)
-    shape = MirroredCache.seat_shape(mirrored.options, mirrored.setup.geometry)
-    assert shape == (3 * 2 * 160 * 64 * (2 + 14) * 2, 1)
-    assert mirrored.bytes_per_token == shape.block_bytes / 160
+    assert count_bytes(mirrored, 1) == count_bytes(mirrored, 160) == 8 * count_bytes(plain, 160)
+    assert world.get_sizes("mirrored").block_bytes == [3 * 2 * 160 * 64 * (2 + 14) * 2]
     reading = world.open("mirrored", random_text(1, 30, layers, torch.bfloat16))
     step([(reading, 30)])
     usage = mirrored.usage()
     assert usage[:2] == (1, 30)
     assert usage.used == 30 * 3 * 2 * 64 * (2 + 14) * 2
-    assert usage.reserved == usage.used + usage.wasted == mirrored.bytes_for(30)
-    assert world.arena.num_held_pages("mirrored") * world.arena.page_bytes == usage.reserved
+    assert usage.reserved == usage.used + usage.wasted == count_bytes(mirrored, 30)
+    assert world.memory.held_bytes == usage.reserved
     assert mirrored.blocks().in_use == 1
 
 
 def test_without_room_there_is_no_seat_until_one_closes() -> None:
-    for limits in ({"pages": 2}, {"seats": 2}):
+    for limits in ({"blocks": 2}, {"seats": 2}):
         cache = make_cache("mirrored", **limits)
         first, _ = open_seat(cache, [1]), open_seat(cache, [2])
         assert cache.open([1]) is None
@@ -326,7 +331,7 @@ def test_closing_everything_frees_everything() -> None:
 
 def test_books_that_do_not_add_up_are_noticed() -> None:
     for spoil in (
-        lambda cache, seats: cache.setup.arena.allocate("it"),
+        lambda cache, seats: cache.setup.memory.regions[0].allocate(),
         lambda cache, seats: setattr(seats[0], "block", seats[1].block),  # type: ignore[attr-defined]
         lambda cache, seats: setattr(seats[0], "length", 65),
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
@@ -11,23 +10,21 @@ import pytest
 import torch
 
 from cache_strategies import plugins, registry
-from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
 from cache_strategies.contiguous import ContiguousCache
+from cache_strategies.memory import find_space, make_memory
 from cache_strategies.registry import (
     build_caches,
-    compute_min_pages,
+    compute_least_bytes,
+    compute_sequence_bytes,
     compute_share,
-    describe_padding,
     load_kind,
-    page_bytes,
     resolve_instances,
 )
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.settings import StrategySettings, default_strategies
 from kernels.reference.backend import ReferenceOps
-from kernels.store import compute_block_bytes
 from kernels.types import LayerSpec
 
 LAYERS = [LayerSpec(1, 2, 8, 8)]
@@ -103,8 +100,8 @@ def test_an_unknown_kind_is_refused_with_the_kinds_there_are() -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("cache_strategies.arena:Arena", "cache_strategies.arena:Arena is not a subclass of KVCache"),
-        ("cache_strategies.arena:Nothing", "cannot load cache_strategies.arena:Nothing"),
+        ("cache_strategies.memory:Memory", "cache_strategies.memory:Memory is not a subclass of KVCache"),
+        ("cache_strategies.memory:Nothing", "cannot load cache_strategies.memory:Nothing"),
         ("no.such.module:Cache", "cannot load no.such.module:Cache"),
     ],
 )
@@ -143,22 +140,8 @@ def test_options_reach_the_instance() -> None:
 
 
 # ---------------------------------------------------------------- memory
-def test_a_page_is_the_smallest_block_where_the_others_are_multiples_of_it() -> None:
-    instances = resolve_instances(
-        {
-            "small": StrategySettings(kind="paged", block_size=4),
-            "large": StrategySettings(kind="paged", block_size=16),
-            "slab": StrategySettings(kind="contiguous"),
-        }
-    )
-    page = page_bytes(instances, geometry())
-    assert page == compute_block_bytes(LAYERS, 4, torch.float32)
-    caches = build_caches(instances, geometry(), Arena(50, page), ReferenceOps())
-    assert [cache.store.pages_per_block for cache in caches.values()] == [1, 4, 6]  # type: ignore[attr-defined]
-
-
-def test_blocks_that_are_a_little_larger_than_the_smallest_do_not_take_two_pages() -> None:
-    """Of 16 tokens in bfloat16 and their summaries, and of 32 in int8 and their scales, the latter are larger."""
+def test_blocks_of_any_sizes_take_their_own_bytes_and_little_more() -> None:
+    """Of 1,600 tokens in bfloat16, in int8 with scales, and with summaries of blocks."""
     layers = [LayerSpec(2, 4, 64, 64)] * 4
     sizes = Geometry(layers, torch.bfloat16, 4, 1600, 512)
     declared = {
@@ -166,60 +149,43 @@ def test_blocks_that_are_a_little_larger_than_the_smallest_do_not_take_two_pages
         "int8": StrategySettings(kind="paged", kv_dtype="int8"),
         "quest": StrategySettings(kind="quest"),
     }
-    instances = resolve_instances(declared)
-    page = page_bytes(instances, sizes)
-    caches = build_caches(instances, sizes, Arena(300, page), ReferenceOps())
-    taken = {name: cache.bytes_for(1600) for name, cache in caches.items()}
+    memory = make_memory(1 << 24)
+    build_caches(resolve_instances(declared), sizes, memory, ReferenceOps())
     needed = {  # 1,600 tokens of 2 KV heads of 64 dimensions in 4 layers, keys and values
         "paged": 1600 * 2 * 64 * 4 * 2 * 2,
         "int8": 1600 * 2 * (64 + 4) * 4 * 2,
         "quest": 1600 * 2 * 64 * 4 * 2 * 2 * 33 // 32,
     }
     for name, least in needed.items():
-        assert least <= taken[name] <= 1.07 * least, name
+        assert least <= memory.count_sequence_bytes(name, 1600) <= 1.07 * least, name
 
 
-@pytest.mark.fuzz
-def test_no_other_block_is_a_better_page(rng: random.Random) -> None:
-    for _ in range(50):
-        sizes = rng.sample(range(1, 40), rng.randint(1, 5))
-        declared = {f"by_{n}": StrategySettings(kind="paged", block_size=n) for n in sizes}
-        longest = Geometry(LAYERS, torch.float32, 4, 1000, 16)
-        page = page_bytes(resolve_instances(declared), longest)
-        blocks = [compute_block_bytes(LAYERS, n, torch.float32) for n in sizes]
-        worst = {each: max(math.ceil(size / each) * each / size for size in blocks) for each in blocks}
-        assert page in worst
-        assert worst[page] == min(worst.values())
-
-
-def test_memory_that_another_instance_wastes_is_reported() -> None:
-    declared = {f"by_{n}": StrategySettings(kind="paged", block_size=n) for n in (8, 20, 24)}
-    instances = resolve_instances(declared)
-    (line,) = describe_padding(instances, geometry())
-    sizes = [compute_block_bytes(LAYERS, n, torch.float32) for n in (8, 20)]
-    assert line == (
-        f"strategy 'by_20' takes 20% more memory than without strategy 'by_8': its blocks of {sizes[1]} bytes take 3 "
-        f"pages of {sizes[0]} bytes, the size of a block of 'by_8'"
-    )
-    assert not describe_padding(resolve_instances({"paged": declared["by_20"]}), geometry())
-
-
-def test_shares_are_pages_rounded_down() -> None:
+def test_shares_are_bytes_of_the_memory() -> None:
     (instance,) = resolve_instances({"it": StrategySettings(kind="paged", floor="25%", limit="1000")})
-    assert compute_share(instance, 10, 64) == (2, 10)
-    assert compute_share(instance, 100, 64) == (25, 15)
+    assert compute_share(instance, 640) == (160, 640)
+    assert compute_share(instance, 6400) == (1600, 1000)
 
 
-def test_instances_join_the_arena_with_their_shares() -> None:
+def test_instances_get_their_shares_of_the_memory() -> None:
     instances = resolve_instances(
         {
             "a": StrategySettings(kind="paged", block_size=4, floor="20%", limit="50%"),
             "b": StrategySettings(kind="paged", block_size=4),
         }
     )
-    arena = Arena(20, page_bytes(instances, geometry()))
-    build_caches(instances, geometry(), arena, ReferenceOps())
-    assert (arena.capacity("a"), arena.capacity("b")) == (10, 16)
+    memory = make_memory(20_000)
+    build_caches(instances, geometry(), memory, ReferenceOps())
+    assert (memory.get_share("a"), memory.get_share("b")) == ((4000, 10_000), (0, 20_000))
+    assert (memory.get_capacity("a"), memory.get_capacity("b")) == (10_000, 16_000)
+
+
+def test_the_longest_sequence_of_the_largest_instance_is_known_before_there_is_memory() -> None:
+    strategies = {"a": StrategySettings(kind="paged", block_size=4), "b": StrategySettings(kind="contiguous")}
+    instances = resolve_instances(strategies)
+    memory = make_memory(1 << 20)
+    build_caches(instances, geometry(), memory, ReferenceOps())
+    longest = [memory.count_sequence_bytes(name, TOKENS) for name in strategies]
+    assert compute_sequence_bytes(instances, geometry(), ROUND) == max(longest)
 
 
 def test_shares_that_leave_no_room_whatever_the_memory_are_refused() -> None:
@@ -227,9 +193,10 @@ def test_shares_that_leave_no_room_whatever_the_memory_are_refused() -> None:
         {"small": StrategySettings(kind="paged", limit="100"), "other": StrategySettings(kind="contiguous")}
     )
     with pytest.raises(SettingsError, match="raise the limits or lower the floors of small, other"):
-        compute_min_pages(instances, geometry())
+        compute_least_bytes(instances, geometry(), ROUND)
 
 
+ROUND = find_space("cpu").round_block
 KINDS = (
     *({"kind": "paged", "block_size": n} for n in (1, 3, 4, 8, 32)),
     *({"kind": "sliding_window", "window": n, "sinks": 1, "max_row": 2} for n in (1, 5, 50)),
@@ -241,15 +208,16 @@ FLOORS, LIMITS = ("0%", "10%", "25%", "33%"), ("40%", "75%", "100%")
 @pytest.mark.parametrize("_", range(4))
 def test_the_least_memory_is_the_least(_: int, rng: random.Random) -> None:
     strategies = draw_instances(rng, rng.randint(1, 2))
-    least = compute_min_pages(resolve_instances(strategies), geometry())
+    least = compute_least_bytes(resolve_instances(strategies), geometry(), ROUND)
     assert holds_one_of_each(strategies, least)
-    assert not any(holds_one_of_each(strategies, pages) for pages in range(1, least))
+    fewer = {least - 1, *(least * part // 20 for part in range(20))}
+    assert not any(holds_one_of_each(strategies, total) for total in fewer)
 
 
 @pytest.mark.parametrize("_", range(5))
-def test_the_least_memory_of_many_instances_is_enough_and_a_page_less_is_not(_: int, rng: random.Random) -> None:
+def test_the_least_memory_of_many_instances_is_enough_and_a_byte_less_is_not(_: int, rng: random.Random) -> None:
     strategies = draw_instances(rng, 3)
-    least = compute_min_pages(resolve_instances(strategies), geometry())
+    least = compute_least_bytes(resolve_instances(strategies), geometry(), ROUND)
     assert holds_one_of_each(strategies, least)
     assert not holds_one_of_each(strategies, least - 1)
 
@@ -260,9 +228,10 @@ def test_the_least_memory_counts_floors_given_in_bytes(amount: str) -> None:
         "a": StrategySettings(kind="paged", block_size=4, floor=amount),
         "b": StrategySettings(kind="contiguous", floor="10%"),
     }
-    least = compute_min_pages(resolve_instances(strategies), geometry())
+    least = compute_least_bytes(resolve_instances(strategies), geometry(), ROUND)
     assert holds_one_of_each(strategies, least)
-    assert not any(holds_one_of_each(strategies, pages) for pages in range(1, least))
+    fewer = {least - 1, *(least * part // 20 for part in range(20))}
+    assert not any(holds_one_of_each(strategies, total) for total in fewer)
 
 
 def draw_instances(rng: random.Random, number: int) -> dict[str, StrategySettings]:
@@ -274,25 +243,17 @@ def draw_instances(rng: random.Random, number: int) -> dict[str, StrategySetting
     }
 
 
-def holds_one_of_each(strategies: Mapping[str, StrategySettings], pages: int) -> bool:
+def holds_one_of_each(strategies: Mapping[str, StrategySettings], total: int) -> bool:
     """Return whether each instance in turn can hold a sequence of max_seq_len with these shares."""
-    if pages == 0:
+    if total == 0:
         return False
     instances = resolve_instances(strategies)
-    page = page_bytes(instances, geometry())
-    arena = Arena(pages, page)
-    if sum(compute_share(instance, pages, page)[0] for instance in instances) > pages:
+    if sum(compute_share(instance, total).floor for instance in instances) > total:
         return False
-    for cache in build_caches(instances, geometry(), arena, ReferenceOps()).values():
+    for cache in build_caches(instances, geometry(), make_memory(total), ReferenceOps()).values():
         seat = cache.open(list(range(TOKENS)))
         if seat is None:
             return False
         cache.close(seat)
-        cache.reclaim(pages)
+        cache.evict(total)
     return True
-
-
-def test_a_small_ring_does_not_cut_pages_that_waste_half_of_a_paged_cache() -> None:
-    small_ring = StrategySettings(kind="sliding_window", window=4, sinks=0, max_row=4)
-    instances = resolve_instances({"ring": small_ring, "paged": StrategySettings(kind="paged", block_size=8)})
-    assert page_bytes(instances, geometry()) == page_bytes(instances[1:], geometry())

@@ -7,7 +7,10 @@ import pytest
 from cache_strategies.base import Row
 from tests.cache_strategies.cache_driver import (
     assert_nothing_leaked,
+    count_bytes,
     enter,
+    evict,
+    get_token_bytes,
     make_cache,
     open_seat,
     read_prompt,
@@ -19,26 +22,26 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @kinds
-def test_a_seat_is_one_run_of_pages_from_open_to_close(kind: str) -> None:
+def test_a_seat_is_one_block_from_open_to_close(kind: str) -> None:
     cache = make_cache(kind, **KINDS[kind])
-    arena, size = cache.setup.arena, cache.bytes_for(1)
+    memory, size = cache.setup.memory, count_bytes(cache, 1)
     for seats in (1, 2, 3):
         seat = open_seat(cache, [1, 2, 3])
-        assert arena.num_held_pages("it") * arena.page_bytes == seats * size
+        assert memory.held_bytes == seats * size
     enter(cache, (seat, [1, 2, 3]))
     cache.close(seat)
-    assert arena.num_held_pages("it") * arena.page_bytes == 2 * size
+    assert memory.held_bytes == 2 * size
 
 
 @kinds
 def test_a_sequence_needs_the_same_memory_however_long_it_is(kind: str) -> None:
     cache = make_cache(kind, **KINDS[kind])
-    assert cache.bytes_for(1) == cache.bytes_for(64)
+    assert count_bytes(cache, 1) == count_bytes(cache, 64)
 
 
 @kinds
 def test_without_room_there_is_no_seat_until_one_closes(kind: str) -> None:
-    cache = make_cache(kind, pages=2, **KINDS[kind])
+    cache = make_cache(kind, blocks=2, **KINDS[kind])
     first, _ = open_seat(cache, [1]), open_seat(cache, [1])
     assert cache.open([1]) is None
     assert cache.fork(first) is None
@@ -61,8 +64,8 @@ def test_nothing_is_shared_or_waited_for(kind: str) -> None:
     cache = make_cache(kind, **KINDS[kind])
     read_prompt(cache, [1, 2, 3, 4])
     seat = open_seat(cache, [1, 2, 3, 4, 5])
-    assert (seat.cached, cache.ready(seat), cache.reclaim(5)) == (0, True, 0)
-    assert cache.setup.arena.num_held_pages("it") * cache.setup.arena.page_bytes == 2 * cache.bytes_for(5)
+    assert (seat.cached, cache.ready(seat), evict(cache, 5)) == (0, True, 0)
+    assert cache.setup.memory.held_bytes == 2 * count_bytes(cache, 5)
 
 
 @kinds
@@ -72,8 +75,8 @@ def test_usage_tells_what_is_held_and_empty(kind: str) -> None:
     enter(cache, (seat, [1] * 7))
     usage = cache.usage()
     assert (usage.seats, usage.tokens, usage.idle) == (1, 7, 0)
-    assert usage.used == int(7 * cache.bytes_per_token)  # type: ignore[attr-defined]
-    assert usage.reserved == cache.bytes_for(7) == usage.used + usage.wasted
+    assert usage.used == int(7 * get_token_bytes(cache))
+    assert usage.reserved == count_bytes(cache, 7) == usage.used + usage.wasted
     for _ in range(6):
         enter(cache, (seat, [1] * 7))
     assert cache.usage().tokens == 49
@@ -95,7 +98,7 @@ def test_closing_everything_frees_everything(kind: str) -> None:
 @kinds
 def test_books_that_do_not_add_up_are_noticed(kind: str) -> None:
     for spoil in (
-        lambda cache, seats: cache.setup.arena.allocate("it"),
+        lambda cache, seats: cache.setup.memory.regions[0].allocate(),
         lambda cache, seats: seats[0].blocks.__setitem__(0, seats[1].blocks[0]),
         lambda cache, seats: setattr(seats[0], "length", 65),
     ):

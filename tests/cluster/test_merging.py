@@ -40,10 +40,10 @@ def test_freed_bytes_are_added_up_and_errors_are_named() -> None:
 
 
 def test_lists_name_the_replica_of_each_item() -> None:
-    body = {"object": "list", "data": [{"name": "paged"}], "memory": {"bytes": 10, "usable_bytes": 7}}
+    body = {"object": "list", "data": [{"name": "paged"}], "memory": {"bytes": 10, "warm_bytes": 7}}
     merged = merge("kv_cache", dict.fromkeys("abc", body))
     assert merged["data"] == [{"name": "paged", "replica": id} for id in "abc"]
-    assert merged["memory"] == {"bytes": 30, "usable_bytes": 21}
+    assert merged["memory"] == {"bytes": 30, "warm_bytes": 21}
 
 
 def test_a_rollout_is_listed_once() -> None:

@@ -190,7 +190,7 @@ def test_each_replica_has_the_whole_api_below_its_path(cluster: Cluster) -> None
         ).json()
         routed = answer["choices"][0]["kv_cache"]["routed"]
         assert (routed["replica"], routed["reason"]) == (id, "asked for")
-        assert "cells" in admin(cluster, "GET", f"{base}/v1/live").json()
+        assert "regions" in admin(cluster, "GET", f"{base}/v1/live").json()
         assert cluster.get(f"{base}/ui/").status_code == 200
         assert admin(cluster, "POST", f"{base}/v1/kv_cache/paged/clear").json().keys() == {"freed_bytes"}
         assert httpx.get(f"{cluster.url}{base}/v1/kv_cache/paged").status_code == 401, (
@@ -214,7 +214,7 @@ def test_the_live_state_is_streamed(cluster: Cluster) -> None:
     with httpx.stream("GET", f"{cluster.url}/v1/live/events", headers=ADMIN, timeout=PATIENCE) as response:
         lines = response.iter_lines()
         assert next(lines) == "event: snapshot"
-        assert "cells" in json.loads(next(lines).removeprefix("data: "))
+        assert "regions" in json.loads(next(lines).removeprefix("data: "))
         assert "event: change" in (next(lines) for _ in range(6))
 
 

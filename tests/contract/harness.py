@@ -80,7 +80,7 @@ def make_ops() -> Ops:
 
 
 class World(world.World):
-    """Caches over one arena that compute with the operations of the test, unless it gives others."""
+    """Caches in one memory that compute with the operations of the test, unless it gives others."""
 
     def __init__(self, strategies: Mapping[str, StrategySettings], *, ops: Ops | None = None, **sizes: Any) -> None:
         super().__init__(strategies, ops or make_ops(), **sizes)

@@ -1,4 +1,4 @@
-"""Random operations on seats of several caches over one small arena, drawn and shrunk by hypothesis.
+"""Random operations on seats of several caches in one small memory, drawn and shrunk by hypothesis.
 
 The operations and what they check are those of `plugin_kit/driver/history.py`. What hypothesis found is kept by the
 names of the rules and their arguments, so these stay.
@@ -14,7 +14,9 @@ from unittest.mock import patch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cache_strategies.address_ranges import AddressRanges
 from cache_strategies.base import KVCache
+from cache_strategies.one_tensor import OneTensor
 from cache_strategies.types import NO_SALT, Salt, SaltScope
 from config.settings import StrategySettings
 from kernels.store import KVStore
@@ -33,15 +35,18 @@ def _find_cached(cache: KVCache, ids: Sequence[int], salt: Salt, max_cached: int
 
 
 class Histories(RuleBasedStateMachine):
-    """A state machine of random operations. Subclasses choose the instances, the layers and the number of pages."""
+    """A state machine of random operations. Subclasses choose the instances, the layers and the memory."""
 
     strategies: Mapping[str, StrategySettings]
     layers: Sequence[LayerSpec]
-    pages: int
+    memory_bytes: int
+    space: type[AddressRanges] | type[OneTensor] | None = None  # None: that of the CPU
 
     def __init__(self) -> None:
         super().__init__()
-        self.history = History(self.strategies, self.pages, harness.make_ops(), define, self.layers, _find_cached)
+        self.history = History(
+            self.strategies, self.memory_bytes, harness.make_ops(), define, self.layers, _find_cached, self.space
+        )
 
     # ------------------------------------------------------------ seats
     @rule(
@@ -105,11 +110,11 @@ class Histories(RuleBasedStateMachine):
         self.history.unpin(which)
 
     # ------------------------------------------------------------ memory
-    @rule(which=st.integers(0, 99), pages=st.integers(1, 4))
-    def reclaim(self, which: int, pages: int) -> None:
-        self.history.reclaim(which, pages)
+    @rule(which=st.integers(0, 99), percent=st.integers(1, 25))
+    def evict(self, which: int, percent: int) -> None:
+        self.history.evict(which, percent)
 
-    @rule(which=st.integers(0, 99), floor=st.integers(0, 2), limit=st.integers(0, 30))
+    @rule(which=st.integers(0, 99), floor=st.integers(0, 10), limit=st.integers(0, 120))
     def set_share(self, which: int, floor: int, limit: int) -> None:
         self.history.set_share(which, floor, limit)
 

@@ -99,12 +99,12 @@ def test_dropped_keys_leave_their_memory_to_others(kind: str) -> None:
     held = []
     for n in (39, 1, 79, 1, 39, 1):
         step([(reading, n)])
-        held.append(world.arena.num_held_pages(kind))
+        held.append(world.memory.held_bytes)
     assert held[1] < held[0]
     assert held[3] < held[2]
     assert held[5] < held[4]
     reading.cache.close(reading.seat)
-    assert world.arena.num_held_pages(kind) == 0
+    assert world.memory.held_bytes == 0
 
 
 # ---------------------------------------------------------------- forks
@@ -129,7 +129,7 @@ def test_forks_share_full_blocks_and_never_write_them(kind: str, rng: random.Ran
         world.check_integrity()
     for reading in readings:
         cache.close(reading.seat)  # type: ignore[arg-type]
-    assert world.arena.num_held_pages(kind) == 0
+    assert world.memory.held_bytes == 0
 
 
 # ---------------------------------------------------------------- queries

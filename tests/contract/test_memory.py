@@ -25,9 +25,10 @@ def test_a_step_writes_its_own_tokens_only(name: str) -> None:
     readings = two_seats(world, name)
     rows = [(readings[0], 1), (readings[1], readings[1].chunk(6))]
     batch = Batch([reading.work(n) for reading, n in rows])
-    before = world.arena.memory.clone()
+    before = world.copy_memory()
     attend(batch, rows)
-    assert int((world.arena.memory != before).sum()) <= 7 * token_bytes(mirrored=STRATEGIES[name].kind == "mirrored")
+    changed = sum(int((old != new).sum()) for old, new in zip(before, world.list_tensors(), strict=True))
+    assert changed <= 7 * token_bytes(mirrored=STRATEGIES[name].kind == "mirrored")
 
 
 def two_seats(world: World, name: str) -> list[Reading]:
@@ -64,15 +65,15 @@ class Watching(ReferenceOps):
 def test_slots_keep_their_addresses_for_the_life_of_a_cache(kind: str) -> None:
     ops = Watching()
     world = World({kind: StrategySettings(kind=kind)}, max_seats=4, ops=ops)
-    memory = world.arena.memory.data_ptr()
+    memory = [each.data_ptr() for each in world.list_tensors()]
     for seed in range(3):
         readings = [world.open(kind, random_text(10 * seed + i, 40, MODEL)) for i in range(seed + 2)]
         for sizes in ([17] * 4, [1, 1, 1, 5], [1] * 4):
             step(list(zip(readings, sizes, strict=False)))
         for reading in readings:
             reading.cache.close(reading.seat)
-    assert len(ops.seen) == 1
-    assert world.arena.memory.data_ptr() == memory
+    assert len(ops.seen) == len(world.caches[kind].stores), "each store has a table"
+    assert [each.data_ptr() for each in world.list_tensors()] == memory
 
 
 # ---------------------------------------------------------------- layout
@@ -86,11 +87,11 @@ def test_each_layers_keys_and_values_lie_at_their_own_bytes(kind: str, dtype: to
     other, reading = world.open(kind, random_text(2, 32, layers, dtype)), world.open(kind, text)
     step([(other, 32), (reading, 32)])
     store, block = reading.cache.store, reading.seat.blocks[0]  # type: ignore[attr-defined]
-    start = block * world.arena.page_bytes
+    (memory,), start = world.list_tensors(), block * store.page_bytes
     assert store.k_offset(0) == 0
     for layer in range(4):
         for offset, part in ((store.k_offset(layer), text.k), (store.v_offset(layer), text.v)):
             size = 10 * store.block_size * 128 * dtype.itemsize
-            raw = world.arena.memory[start + offset : start + offset + size].clone()
+            raw = memory[start + offset : start + offset + size].clone()
             plane = raw.view(dtype).view(10, store.block_size, 128)
             assert torch.equal(plane[:, :32], part[layer].transpose(0, 1))

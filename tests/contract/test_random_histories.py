@@ -9,7 +9,10 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from cache_strategies import registry
+from cache_strategies.address_ranges import AddressRanges
 from cache_strategies.eviction import list_policies
+from cache_strategies.memory import find_space
+from cache_strategies.one_tensor import OneTensor
 from config.settings import StrategySettings
 from kernels.backends import REFERENCE
 from kernels.types import LayerSpec
@@ -55,7 +58,7 @@ TOGETHER = {kind: instance(kind) for kind in list_kinds()} | {
 }
 
 
-HYBRIDS = {  # models in which paged keeps windows of some layers, and several ways to divide their layers into parts
+HYBRIDS = {  # models in which paged keeps windows of some layers, and several ways to divide their layers into groups
     "hybrid": (HYBRID, {"it": instance("paged")}),
     "hybrid, small blocks": (HYBRID, {"it": instance("paged", block_size=2)}),
     "hybrid, nothing shared": (HYBRID, {"it": instance("paged", prefix_cache=False)}),
@@ -64,19 +67,31 @@ HYBRIDS = {  # models in which paged keeps windows of some layers, and several w
     "windows": (WINDOWS, {"it": instance("paged")}),
     "windows, quest": (WINDOWS, {"it": instance("quest")}),
     "windows, blocks of one": (WINDOWS, {"it": instance("paged", block_size=1)}),
-    "runs of pages": (HYBRID, {"it": instance("paged"), "other": instance("paged", block_size=2), "ring": RING}),
+    "several block sizes": (HYBRID, {"it": instance("paged"), "other": instance("paged", block_size=2), "ring": RING}),
 }
 
 
-def machine_of(strategies: Mapping[str, StrategySettings], layers: Sequence[LayerSpec] = LAYERS) -> type[Histories]:
-    """Return a state machine over an arena for two and a half of the longest texts, with five seats."""
-    pages = int(2.5 * registry.compute_min_pages(registry.resolve_instances(strategies), geometry_of(layers)))
-    return type("History", (Histories,), {"strategies": strategies, "layers": layers, "pages": pages})
+Space = type[AddressRanges] | type[OneTensor]
 
 
-def play(strategies: Mapping[str, StrategySettings], examples: int, layers: Sequence[LayerSpec] = LAYERS) -> None:
+def machine_of(
+    strategies: Mapping[str, StrategySettings], layers: Sequence[LayerSpec], space: Space
+) -> type[Histories]:
+    """Return a state machine in a memory for two and a half of the longest texts, with five seats."""
+    instances = registry.resolve_instances(strategies)
+    least = registry.compute_least_bytes(instances, geometry_of(layers), space.round_block)
+    members = {"strategies": strategies, "layers": layers, "memory_bytes": max(1, 5 * least // 2), "space": space}
+    return type("History", (Histories,), members)
+
+
+def play(
+    strategies: Mapping[str, StrategySettings],
+    examples: int,
+    layers: Sequence[LayerSpec] = LAYERS,
+    space: Space | None = None,
+) -> None:
     budget = settings(max_examples=examples, stateful_step_count=40)
-    run_state_machine_as_test(machine_of(strategies, layers), settings=budget)
+    run_state_machine_as_test(machine_of(strategies, layers, space or find_space("cpu")), settings=budget)
 
 
 def share(backend: str, examples: int) -> int:
@@ -98,8 +113,9 @@ def test_any_history_of_a_model_with_windows(backend: str, name: str) -> None:
 
 
 @pytest.mark.fuzz
-def test_any_history_of_all_strategies_in_one_arena(backend: str) -> None:
-    play(TOGETHER, examples=share(backend, 12))
+@pytest.mark.parametrize("space", [AddressRanges, OneTensor])
+def test_any_history_of_all_strategies_in_one_memory(backend: str, space: Space) -> None:
+    play(TOGETHER, examples=share(backend, 12), space=space)
 
 
 @pytest.mark.slow

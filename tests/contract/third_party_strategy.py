@@ -1,4 +1,4 @@
-"""A strategy as a third party might write it: lossy, from the interface alone, with memory outside the arena.
+"""A strategy as a third party might write it: lossy, from the interface alone, with memory of its own.
 
 It keeps every second token and the latest one, in lists of tensors.
 """
@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row, Seat
-from cache_strategies.types import NO_SALT, CacheUsage, Contract, Geometry, Salt, SeatShape
+from cache_strategies.types import NO_SALT, CacheUsage, Contract, Geometry, Salt, Sizes
 from kernels.types import LayerSpec
 
 Keys = tuple[Tensor, Tensor, Tensor]  # K [S,H,D], V [S,H,Dv], positions [S]
@@ -81,7 +81,7 @@ class SievePlan(Plan):
 
 
 class SieveCache(KVCache):
-    """A cache that keeps every `keep`-th token in memory outside the arena."""
+    """A cache that keeps every `keep`-th token in memory of its own, outside of the KV memory."""
 
     interface_version = 2
     options_type = SieveOptions
@@ -101,8 +101,8 @@ class SieveCache(KVCache):
         self.seats: set[SieveSeat] = set()
 
     @classmethod
-    def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
-        return SeatShape(block_bytes=0, blocks=0)
+    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
+        return Sizes()
 
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> Seat | None:
         seat = SieveSeat([(self._none(s, s.head_dim), self._none(s, s.v_head_dim)) for s in self.setup.geometry.layers])

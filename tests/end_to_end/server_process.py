@@ -79,14 +79,6 @@ class Server:
         time.sleep(ANSWER_TTL)
         return {entry["name"]: dict(entry["usage"]) for entry in self.get("/v1/kv_cache").json()["data"]}
 
-    def wait_for_memory(self) -> int:
-        """Wait until all of the KV memory is there, and return its bytes."""
-        deadline = time.monotonic() + PATIENCE
-        while (memory := self.get("/v1/kv_cache").json()["memory"])["usable_bytes"] < memory["bytes"]:
-            assert time.monotonic() < deadline, memory
-            time.sleep(ANSWER_TTL / 10)
-        return int(memory["bytes"])
-
     @property
     def engine(self) -> psutil.Process:
         """The process that computes: there must be exactly one."""

@@ -51,7 +51,6 @@ def follow(events: Iterator[tuple[str, Any]], state: dict[str, Any]) -> dict[str
 
 
 def test_changes_add_up_under_load(server: Server) -> None:
-    server.wait_for_memory()
     stop = threading.Event()
 
     def load(number: int) -> Counter[tuple[str, str]]:
@@ -141,13 +140,10 @@ def test_a_tree_of_two_prompts_is_shown_pinned_and_dropped(server: Server) -> No
     assert pin["id"] in [each["id"] for each in administer(server, "GET", "paged").json()["pins"]]
     assert read_tree(server)[children[0]["id"]]["pins"] == [pin["id"]]
 
-    tree, cells = read_tree(server), read_live(server)["cells"]
-    own = cells["instances"].index("paged") + 1
-    owners = base64.b64decode(cells["owners"])
-    pages = [read_page(server, page) for page in range(len(owners)) if owners[page] == own]
-    ends = [each for each in pages if each.get("prefix") in tree]
+    tree, states = read_tree(server), base64.b64decode(read_live(server)["regions"]["paged/0"]["states"])
+    blocks = [read_block(server, block) for block, state in enumerate(states) if state]
+    ends = [each for each in blocks if each.get("prefix") in tree]
     assert {(each["first_token"], each["num_pins"]) for each in ends} == {(32, 1), (64, 1), (64, 0)}
-    assert {each["owner"] for each in ends} == {"paged"}
 
     dropped = administer(server, "DELETE", f"paged/prefixes/{children[0]['id']}").json()
     assert (dropped["id"], dropped["freed_bytes"]) == (children[0]["id"], children[0]["bytes"])
@@ -161,8 +157,10 @@ def test_a_tree_of_two_prompts_is_shown_pinned_and_dropped(server: Server) -> No
     assert administer(server, "POST", "paged/pins", {"prefix": "abc", "ttl": 1}).json()["error"]["code"] == "cannot_pin"
 
 
-def read_page(server: Server, page: int) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{server.url}/v1/live/pages/{page}", headers=ADMIN, timeout=PATIENCE).json()
+def read_block(server: Server, block: int) -> dict[str, Any]:
+    """Return the description of a block of the strategy `paged`."""
+    url = f"{server.url}/v1/live/blocks/paged/0/{block}"
+    found: dict[str, Any] = httpx.get(url, headers=ADMIN, timeout=PATIENCE).json()
     return found
 
 

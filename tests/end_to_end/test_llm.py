@@ -211,10 +211,10 @@ def test_the_memory_is_free_when_the_object_is_gone(tmp_path: Path) -> None:
     save_random_model("llama", tmp_path)
     llm = LLM(str(tmp_path), **SETTINGS)
     llm.generate([5, 6], max_tokens=3)
-    arena, model = weakref.ref(llm.engine.core.arena), weakref.ref(llm.engine.core.model)
+    memory, model = weakref.ref(llm.engine.core.memory), weakref.ref(llm.engine.core.model)
     del llm
     gc.collect()
-    assert arena() is None
+    assert memory() is None
     assert model() is None
 
 

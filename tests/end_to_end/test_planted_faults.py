@@ -25,7 +25,7 @@ from tests.engine.isolation.planted_faults import FAULTS, select
 
 AT_ONCE = 4  # faults
 # Methods that are called without requests of the instance, so that it may be in quarantine before the first one
-CALLED_FOR_OTHERS = {"poll", "collect_block_events", "usage", "blocks", "idle_pages"}
+CALLED_FOR_OTHERS = {"poll", "collect_block_events", "usage", "blocks", "idle_bytes"}
 CALLED_AFTER_A_STEP = {"crop"}  # so that faults do not follow each other at once, as a quarantine requires
 MAX_TOKENS = 12
 PROMPT = [5, 6, 7, 8] * 8
@@ -36,7 +36,7 @@ max_seq_len = 192
 max_num_seqs = 16
 strategy_timeout = 2.0
 """
-LACKING_MEMORY = {name: fault for name, fault in FAULTS.items() if fault.method == "reclaim"}
+LACKING_MEMORY = {name: fault for name, fault in FAULTS.items() if fault.method == "evict"}
 RETURNING = {
     name: fault
     for name, fault in select("ends", "stalls", "quiet", "leaks", "nan", "none").items()
@@ -273,7 +273,7 @@ def test_idle_memory_that_is_not_freed_is_no_fault_of_others(
     answer = ask(client, instance)
     # If the request was preempted, its own blocks were idle, and the faults put its instance in quarantine
     assert answer == ask(client, "contiguous") or answer.code == "strategy_quarantined"
-    fault = f"cache strategy '{instance}' failed in reclaim()"
+    fault = f"cache strategy '{instance}' failed in evict()"
     eventually(lambda: fault in server.output.read_text())  # /metrics calls usage(), which may not return here
     load.assert_goes_on()
     assert server.engine == engine

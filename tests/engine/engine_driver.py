@@ -1,7 +1,7 @@
 """Drives an engine's core without a socket: submits requests, runs steps, collects the events of each request.
 
 After every step it checks the limits, that some request has progressed, and the order of events; and the integrity of
-all caches and of the arena after each of the first steps, later after some, as it takes as long as a step.
+all caches and of the memory after each of the first steps, later after some, as it takes as long as a step.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ class RequestEvents:
 class Driver:
     """A core, and a worker that receives its events."""
 
-    def __init__(self, directory: Path, *, gradual: bool = False, **settings: Any) -> None:
+    def __init__(self, directory: Path, **settings: Any) -> None:
         defaults: dict[str, Any] = {"weights_cache": "off", "dtype": "float32", "threads": 1, "kv_memory": "4MiB"}
         defaults["device"] = "cpu"  # where there is a card, too, unless a test names another device
-        self.engine: Engine = build_engine(Settings(model=str(directory), **(defaults | settings)), gradual=gradual)
+        self.engine: Engine = build_engine(Settings(model=str(directory), **(defaults | settings)))
         self.core = self.engine.core
         self.heard: dict[str, RequestEvents] = {}
         self.steps: list[StepResult] = []
@@ -192,7 +192,7 @@ class Driver:
         """Assert that the engine's bookkeeping is consistent."""
         for cache in self.core.instances.values():
             cache.check_integrity()
-        self.core.arena.check_integrity()
+        self.core.memory.check_integrity()
         running, waiting = self.core.scheduler.running, self.core.scheduler.waiting
         assert running == sorted(running, key=lambda r: r.queue_key)
         assert waiting == sorted(waiting, key=lambda r: r.queue_key)
@@ -202,16 +202,20 @@ class Driver:
         assert len(running) + len(self.engine.shadows) == seats
 
     def assert_nothing_leaked(self) -> None:
-        """Assert that no request is left, and that the arena is free once idle memory is reclaimed."""
+        """Assert that no request is left, and that all memory is free once idle memory is evicted."""
         assert not self.core.busy
         for cache in self.core.instances.values():
             usage = cache.usage()
             assert (usage.seats, usage.tokens, usage.used) == (0, 0, 0), (cache.name, usage)
             fills_pages = all(store.block_bytes % store.page_bytes == 0 for store in cache.strategy.stores)
             assert usage.wasted == 0 or not fills_pages, (cache.name, usage)
-            cache.reclaim(self.core.arena.pages)
+            cache.evict(self.core.memory.planned_bytes)
             assert cache.usage().reserved == 0, cache.name
-        assert self.core.arena.num_free_pages == self.core.arena.pages
+        assert self.core.memory.held_bytes == 0
+
+    def block_bytes(self, name: str = "paged") -> int:
+        """Return the bytes of a block of an instance's first region."""
+        return self.core.memory.list_regions(name)[0].size
 
     @property
     def limits(self) -> Any:
@@ -219,9 +223,9 @@ class Driver:
 
     @property
     def free_bytes(self) -> int:
-        """Return the free bytes of the arena, including idle memory."""
+        """Return the free bytes of the KV memory, including idle memory."""
         idle = sum(cache.usage().idle for cache in self.core.instances.values())
-        return self.core.arena.num_free_pages * self.core.arena.page_bytes + idle
+        return self.core.memory.free_bytes + idle
 
     @property
     def fidelities(self) -> list[RequestFidelity]:

@@ -55,7 +55,7 @@ def test_it_shows_requests_blocks_and_shares(tiny: Path) -> None:
     assert told["blocks"] == {"in_use": 11, "shared": 0, "pending": 0, "pinned": 0, "idle": 0} | {
         "idle": told["blocks"]["idle"]
     }
-    assert (told["floor_bytes"], told["limit_bytes"]) == (0, driver.core.arena.pages * driver.core.arena.page_bytes)
+    assert (told["floor_bytes"], told["limit_bytes"]) == (0, driver.core.memory.total_bytes)
     assert told["pins"] == []
     for name in ("contiguous", "sliding_window"):
         assert run_command(driver.engine, Inspect(name))["requests"] == []
@@ -67,7 +67,7 @@ def test_clear_forgets_by_salt_or_all(tiny: Path) -> None:
     assert run_command(driver.engine, Clear("paged", "", "other")) == {"freed_bytes": 0}
     assert cached(driver) == 36
     freed = run_command(driver.engine, Clear("paged"))["freed_bytes"]
-    assert freed == 10 * driver.core.arena.page_bytes
+    assert freed == 10 * driver.block_bytes()
     assert cached(driver) == 0
     driver.assert_nothing_leaked()
 
@@ -76,7 +76,7 @@ def test_a_pin_stays_until_it_is_let_go(tiny: Path) -> None:
     driver = warm(tiny)
     pin = run_command(driver.engine, PinPrefix("paged", PROMPT, 100.0))
     assert (pin["tokens"], pin["ttl"]) == (40, pytest.approx(100, abs=1))
-    driver.core.instances["paged"].reclaim(10_000)
+    driver.core.instances["paged"].evict(1 << 30)
     assert cached(driver) == 36
     assert run_command(driver.engine, Inspect("paged"))["pins"][0]["id"] == pin["id"]
     assert run_command(driver.engine, Unpin("paged", pin["id"])) == {"id": pin["id"], "deleted": True}
@@ -88,10 +88,10 @@ def test_a_prefix_is_pinned_and_dropped_by_its_id(tiny: Path) -> None:
     (node,) = describe_prefixes(driver.core)["instances"]["paged"]["prefixes"]
     pin = run_command(driver.engine, PinCachedPrefix("paged", node["id"], 100.0))
     assert (pin["tokens"], pin["ttl"]) == (40, pytest.approx(100, abs=1))
-    driver.core.instances["paged"].reclaim(10_000)
+    driver.core.instances["paged"].evict(1 << 30)
     assert cached(driver) == 36
     freed = run_command(driver.engine, DropPrefix("paged", node["id"]))
-    assert freed == {"id": node["id"], "freed_bytes": 10 * driver.core.arena.page_bytes}
+    assert freed == {"id": node["id"], "freed_bytes": 10 * driver.block_bytes()}
     assert cached(driver) == 0
     assert run_command(driver.engine, Inspect("paged"))["pins"] == []
     driver.assert_nothing_leaked()
@@ -140,9 +140,8 @@ def test_a_lower_limit_lets_running_requests_end_and_idle_memory_go(tiny: Path, 
         driver.step()
     running = driver.running()
     assert len(running) == 6
-    page = driver.core.arena.page_bytes
-    pages = driver.core.instances["paged"].bytes_for(64) // page
-    run_command(driver.engine, Share("paged", None, str(pages * page)))
+    size = driver.core.instances["paged"].bytes_for(64)
+    run_command(driver.engine, Share("paged", None, str(size)))
     driver.submit("late", prompts[0], 20, kv_cache="paged")
     driver.step()
     assert driver.running() == running
@@ -152,18 +151,18 @@ def test_a_lower_limit_lets_running_requests_end_and_idle_memory_go(tiny: Path, 
     for i, prompt in enumerate(prompts):
         assert driver.heard[str(i)].tokens == reference.greedy(prompt, 20)
     assert driver.heard["late"].tokens == reference.greedy(prompts[0], 20)
-    assert driver.core.arena.num_held_pages("paged") <= pages
+    assert driver.core.memory.get_held_bytes("paged") <= size
     driver.assert_nothing_leaked()
 
 
 def test_a_higher_limit_counts_at_once(tiny: Path) -> None:
     driver = warm(tiny)
     told = run_command(driver.engine, Share("paged", "10%", "50%"))
-    total = driver.core.arena.pages
-    assert driver.core.arena.get_share("paged") == (total // 10, total // 2)
-    assert told["limit_bytes"] == total // 2 * driver.core.arena.page_bytes
+    total = driver.core.memory.total_bytes
+    assert driver.core.memory.get_share("paged") == (total // 10, total // 2)
+    assert told["limit_bytes"] == total // 2
     run_command(driver.engine, Share("paged", None, "100%"))
-    assert driver.core.arena.get_share("paged") == (total // 10, total)
+    assert driver.core.memory.get_share("paged") == (total // 10, total)
 
 
 def limited(driver: Driver, sequences: float) -> None:

@@ -86,7 +86,7 @@ def test_auto_takes_what_all_seats_could_fill_and_no_more(tiny: Path, monkeypatc
     engine = Driver(tiny, **SMALL, kv_memory="auto").core
     held = [engine.instances["contiguous"].open([5]) for _ in range(4)]
     assert [seat is not None for seat in held] == [True, True, True, False]
-    assert engine.arena.num_free_pages * engine.arena.page_bytes < engine.instances["contiguous"].bytes_for(60)
+    assert engine.memory.free_bytes < engine.instances["contiguous"].bytes_for(60)
 
 
 def test_auto_takes_what_the_least_needs_though_the_seats_could_not_fill_it(tiny: Path) -> None:
@@ -94,15 +94,14 @@ def test_auto_takes_what_the_least_needs_though_the_seats_could_not_fill_it(tiny
         paged={"kind": "paged", "block_size": 4, "floor": "40%"}, contiguous={"kind": "contiguous", "floor": "40%"}
     )
     settings = SMALL | {"max_num_seqs": 1, "strategies": floors}
-    arena = Driver(tiny, **settings, kv_memory="auto").core.arena
-    assert arena.pages * arena.page_bytes == least_memory(tiny, **settings)
+    assert Driver(tiny, **settings, kv_memory="auto").core.memory.total_bytes == least_memory(tiny, **settings)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_auto_takes_a_share_of_what_is_free(tiny: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     monkeypatch.setattr(build, "free_memory", lambda _: 5_000_000)
-    arena = Driver(tiny, max_seq_len=500, kv_memory="auto", kv_memory_share=share).core.arena
-    assert arena.pages == int(5_000_000 * share) // arena.page_bytes
+    driver = Driver(tiny, max_seq_len=500, kv_memory="auto", kv_memory_share=share)
+    assert driver.core.memory.total_bytes == int(5_000_000 * share)
 
 
 def test_auto_says_when_the_share_is_too_small(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +228,8 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_the_summary_tells_where_it_runs(tiny: Path) -> None:
     engine = Driver(tiny, **SMALL, model_name="mine").engine
     told = summarize_engine(engine)
-    arena = engine.core.arena
     assert (told["model"], told["device"], told["dtype"], told["max_seq_len"]) == ("mine", "cpu", "float32", 60)
-    assert told["kv_memory_bytes"] == arena.pages * arena.page_bytes <= 12 * 2**20
+    assert told["kv_memory_bytes"] == engine.core.memory.total_bytes <= 12 * 2**20
     assert [s["name"] for s in told["strategies"]] == ["paged", "contiguous", "sliding_window"]
     msgspec.json.encode(told)
 
@@ -253,8 +251,7 @@ def test_the_description_of_caches_is_json_and_tells_what_is_in_them(tiny: Path)
     described = describe_caches(driver.engine)
     paged = next(told for told in described if told["name"] == "paged")
     assert all(figure(paged) for figure in FIGURES), paged
-    arena = driver.core.arena
-    assert paged["usage"]["limit"] == arena.pages // 2 * arena.page_bytes
+    assert paged["usage"]["limit"] == driver.core.memory.total_bytes // 2
     msgspec.json.encode(described)
 
 

@@ -142,8 +142,8 @@ def test_one_that_is_stopped_is_explained_and_one_that_is_cancelled_is_not(
 
 
 def test_what_is_worth_more_stays_longer(tiny: Path) -> None:
-    page = driver_of(tiny).core.arena.page_bytes
-    driver = driver_of(tiny, kv_memory=str(20 * page))
+    size = driver_of(tiny).block_bytes()
+    driver = driver_of(tiny, kv_memory=str(20 * size))
     precious, cheap, large = (random_prompt(n, seed=n) for n in (17, 18, 44))
     driver.submit("precious", precious, 1, kv_cache="paged", kept=5)
     driver.run()
@@ -154,4 +154,4 @@ def test_what_is_worth_more_stays_longer(tiny: Path) -> None:
     cache = driver.core.instances["paged"]
     assert (find_cached(cache, precious), find_cached(cache, cheap) < 16) == (16, True)
     evicted = sum(step.report.evicted_bytes.get("paged", 0) for step in driver.steps)
-    assert evicted == driver.core.arena.num_reclaimed_pages("paged") * page > 0
+    assert evicted == driver.core.memory.get_evicted_bytes("paged") > 0

@@ -65,7 +65,7 @@ def test_an_emulated_device_goes_by_its_name_and_computes_with_its_kernels(
         driver = Driver(tiny, device=name)
     assert f"compiling (unless cached) and checking the kernels for {name} ..." in caplog.messages
     assert isinstance(driver.engine.kernels.ops, Emulated)
-    assert driver.core.arena.memory.device.type == driver.core.model.device.type == "cpu"
+    assert driver.core.memory.space.device.type == driver.core.model.device.type == "cpu"
     told = summarize_engine(driver.engine)
     assert (told["device"], told["kernels"]) == (name, name)
     assert f"float32 on {name};" in format_banner("http://x", driver.engine.settings, told)
@@ -152,12 +152,12 @@ def test_the_kv_memory_is_a_share_of_what_weights_and_the_largest_step_leave(
     tiny: Path, mps: FakeMps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[str] = []
-    for name in ("limit_memory", "load_model", "run_dummy_step", "free_memory", "Arena"):
+    for name in ("limit_memory", "load_model", "run_dummy_step", "free_memory", "make_memory"):
         monkeypatch.setattr(build, name, partial(_noted, taken, name, getattr(build, name)))
     monkeypatch.setattr(build, "free_memory", lambda _: taken.append("free_memory") or 10_000_000)
     driver = Driver(tiny, device="mps", kv_memory="auto", kv_memory_share=0.5, max_seq_len=200)
-    assert taken == ["limit_memory", "load_model", "run_dummy_step", "free_memory", "Arena"]
-    assert driver.core.arena.pages == 5_000_000 // driver.core.arena.page_bytes
+    assert taken == ["limit_memory", "load_model", "run_dummy_step", "free_memory", "make_memory"]
+    assert driver.core.memory.total_bytes == 5_000_000
 
 
 def _noted(taken: list[str], name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +195,11 @@ def test_no_step_is_larger_than_the_one_that_was_rehearsed(
             "MPS backend out of memory",
             "a step of 64 tokens is too large for the device's memory: lower max",
         ),
-        ("Arena", "Invalid buffer size: 9.00 GiB", "KV memory of .* is too large for the device's memory: lower kv_m"),
+        (
+            "make_memory",
+            "Invalid buffer size: 9.00 GiB",
+            "KV memory of .* is too large for the device's memory: lower kv_m",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told_with_what_to_change(

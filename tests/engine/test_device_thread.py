@@ -100,7 +100,7 @@ def test_whatever_is_asked_of_an_engine_one_thread_does_it(
 
 def test_another_thread_would_be_seen(tiny: Path, mps: FakeMps) -> None:
     driver = Driver(tiny, device="mps")
-    memory = driver.core.arena.memory
+    memory = driver.core.memory.list_regions("paged")[0].memory
     for reach in (
         lambda: memory[:8].sum(),
         lambda: memory.tolist(),

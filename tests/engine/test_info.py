@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 def test_settings_are_those_that_hold(tiny: Path) -> None:
     driver = Driver(tiny, max_num_seqs=3, weights="bf16")
     settings = make_engine_info(driver.engine).settings
-    assert settings["kv_memory_bytes"] == driver.core.arena.memory.nbytes
+    assert settings["kv_memory_bytes"] == driver.core.memory.total_bytes
     assert settings["threads"] == torch.get_num_threads()
     assert (settings["max_num_seqs"], settings["max_num_batched_tokens"]) == (3, 512)
     assert (settings["device"], settings["dtype"], settings["weights"]) == ("cpu", "float32", "bfloat16")
@@ -66,7 +66,7 @@ def test_the_pool_is_held_or_free(tiny: Path) -> None:
     state = read_engine_state(driver.engine, {})
     assert state.running == {"paged": 1}
     assert state.pool_held == sum(usage.reserved for usage in state.usage.values()) > 0
-    assert state.pool_held + state.pool_free == driver.core.arena.memory.nbytes
+    assert state.pool_held + state.pool_warm + state.pool_cold == driver.core.memory.total_bytes
     assert state.blocks["paged"].in_use == 2
 
 

@@ -18,7 +18,7 @@ from server.engine.ipc.messages import (
     Answer,
     Cancel,
     Clear,
-    DescribePage,
+    DescribeBlock,
     Failed,
     FromEngine,
     Inspect,
@@ -175,7 +175,7 @@ def test_many_who_ask_often_cost_one_look_in_each_second(tiny: Path, monkeypatch
     now[0] += 0.1
     ask(*(Query(2 * n + i, what) for n in range(10) for i, what in enumerate(questions)))
     assert looks == {"read_engine_state": 2, "describe_caches": 2}
-    ask(Query(1, "prefixes"), Query(2, Inspect("paged")), Query(3, DescribePage(0)), Query(4, "kv_cache"))
+    ask(Query(1, "prefixes"), Query(2, Inspect("paged")), Query(3, DescribeBlock("paged", 0, 0)), Query(4, "kv_cache"))
     now[0] += 0.95
     *_, last = ask(Query(1, "prefixes"), Query(2, "kv_cache"))
     assert looks == {"read_engine_state": 2, "describe_caches": 2, "describe_prefixes": 1}, "commands that only read"
@@ -241,6 +241,6 @@ def test_books_that_do_not_add_up_end_an_idle_engine_if_they_are_checked(tiny: P
     driver = Driver(tiny, check_integrity=True)
     run_until(driver, server, 1)
     driver.core.check_integrity()
-    driver.core.arena._num_free += 1
+    driver.core.memory.held_bytes += 1
     with pytest.raises(AssertionError):
         Loop(driver.engine, FakeEngineServer(), Metrics).run()  # type: ignore[arg-type]

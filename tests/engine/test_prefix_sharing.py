@@ -58,9 +58,8 @@ def test_a_common_beginning_is_computed_once(tiny: Path, reference: Reference) -
 
 @pytest.mark.parametrize("blocks", [16, 17, 20])
 def test_it_is_shared_in_tiny_memory_too(tiny: Path, reference: Reference, blocks: int) -> None:
-    page = Driver(tiny, **SETTINGS).core.arena.page_bytes
-    driver = together(tiny, kv_memory=str(blocks * page), kv_overcommit=20)
-    assert driver.core.arena.pages == blocks
+    size = Driver(tiny, **SETTINGS).block_bytes()
+    driver = together(tiny, kv_memory=str(blocks * size), kv_overcommit=20)
     driver.run()
     assert_right(driver, reference)
 
@@ -94,8 +93,8 @@ def test_every_owner_in_turn_is_cancelled(tiny: Path, reference: Reference) -> N
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_when_the_owner_is_preempted_it_waits_for_its_heir(tiny: Path, reference: Reference, steps: int) -> None:
     """A request of higher priority takes all seats but one, and nearly all memory."""
-    page = Driver(tiny, **SETTINGS).core.arena.page_bytes
-    driver = together(tiny, kv_memory=str(24 * page), kv_overcommit=20)
+    size = Driver(tiny, **SETTINGS).block_bytes()
+    driver = together(tiny, kv_memory=str(24 * size), kv_overcommit=20)
     for _ in range(steps):
         driver.step()
     urgent = driver.submit("urgent", random_prompt(50, seed=7), 10, kv_cache="paged", priority=0)

@@ -236,9 +236,9 @@ def restore(driver: Driver, shares: dict[str, tuple[int, int]]) -> None:
     for name in driver.core.instances:
         vars(driver.core.instances[name].strategy).pop("plan", None)  # whole again
         unpin(driver, name)
-        driver.core.memory.set_share(name, floor=0, limit=driver.core.arena.pages)
+        driver.core.shares.set_share(name, floor=0, limit=driver.core.memory.total_bytes)
     for name, (floor, limit) in shares.items():
-        driver.core.memory.set_share(name, floor=floor, limit=limit)
+        driver.core.shares.set_share(name, floor=floor, limit=limit)
     assert not any(cache.draining for cache in driver.core.instances.values())
 
 
@@ -252,7 +252,7 @@ def a_driver(tiny: Path, max_num_batched_tokens: int, memory: float) -> Iterator
     driver = _idle.pop((max_num_batched_tokens, memory), None)
     if driver is None:
         driver = Driver(tiny, **sized, kv_memory=str(int(least_memory(tiny, **sized) * memory)))
-    shares = {name: driver.core.arena.get_share(name) for name in driver.core.instances}
+    shares = {name: driver.core.memory.get_share(name) for name in driver.core.instances}
     yield driver
     restore(driver, shares)
     driver.assert_nothing_leaked()

@@ -258,11 +258,13 @@ def test_what_was_computed_of_no_numbers_is_found_by_nobody(
     """Not even by an equal prompt: the cause may be memory, or a later token of the same chunk."""
     driver = Driver(tiny, **SETTINGS)
     prompt, forward = random_prompt(80), driver.core.model.forward
-    whole = driver.core.arena.memory.view(torch.float32)
+    memory = driver.core.memory
+    whole = [region.memory.view(torch.float32) for name in memory.instances for region in memory.list_regions(name)]
 
     def spoilt(ids: Tensor, attention: Attention) -> Tensor:
         logits = forward(ids, attention)
-        whole.fill_(torch.nan)
+        for each in whole:
+            each.fill_(torch.nan)
         return logits.fill_(torch.nan)
 
     with monkeypatch.context() as broken:

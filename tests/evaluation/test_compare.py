@@ -133,7 +133,7 @@ def test_too_little_memory_is_reported_at_once(engine: Engine, documents: list[D
 def test_every_document_finds_empty_caches(engine: Engine, length: int) -> None:
     documents = _documents(*[length] * 7)
     _read(engine, documents, row_tokens=ROW)
-    assert engine.core.arena.usage == 0
+    assert engine.core.memory.usage == 0
 
 
 def test_what_is_no_number_is_reported(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

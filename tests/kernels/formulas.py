@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache_strategies.arena import Arena
 from kernels.ops import AttentionWeights, DecoderLayer, GatedMLP, KVLocation, Ops
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
-from kernels.store import KVStore, compute_block_bytes
+from kernels.store import KVStore, Pages, compute_block_bytes
 from kernels.types import LayerSpec
 from kernels.weights.block_formats import FORMATS
 from kernels.weights.quantization import QuantizedTensor
@@ -352,9 +351,9 @@ def gather(ops: Ops, shape: Shape) -> Pairs:
 def copy_blocks(ops: Ops, shape: Shape) -> Pairs:
     """Copies the first block to the last, and the last but one to the second."""
     layers = [OTHER] * shape.layers_before + [_spec(shape)]
-    arena = Arena(4 + shape.unused_blocks, compute_block_bytes(layers, shape.block_size, shape.dtype))
-    arena.memory.fill_(0xFF)
-    store = KVStore(arena, layers, shape.block_size, shape.dtype)
+    pages = Pages(4 + shape.unused_blocks, compute_block_bytes(layers, shape.block_size, shape.dtype))
+    pages.memory.fill_(0xFF)
+    store = KVStore(pages, layers, shape.block_size, shape.dtype)
     src, dst = [0, store.num_blocks - 2], [store.num_blocks - 1, 1]
     width = store.blocks.shape[1]
     numbers = torch.randint(0, 255, (2, 1021), dtype=torch.uint8).repeat(1, -(-width // 1021))[:, :width]
@@ -362,15 +361,15 @@ def copy_blocks(ops: Ops, shape: Shape) -> Pairs:
     ops.copy_blocks(store, src, dst)
     yield store.blocks[dst], numbers
     store.blocks[src + dst] = 0xFF
-    assert _untouched(arena.memory), "another block was written"
+    assert _untouched(pages.memory), "another block was written"
 
 
 def copy_tokens(ops: Ops, shape: Shape) -> Pairs:
     """Copies tokens of the first block, in reverse order, to every third slot of the last block."""
     layers = [OTHER] * shape.layers_before + [_spec(shape)]
-    arena = Arena(2 + shape.unused_blocks, compute_block_bytes(layers, shape.block_size, shape.dtype))
-    arena.memory.fill_(0xFF)
-    store = KVStore(arena, layers, shape.block_size, shape.dtype)
+    pages = Pages(2 + shape.unused_blocks, compute_block_bytes(layers, shape.block_size, shape.dtype))
+    pages.memory.fill_(0xFF)
+    store = KVStore(pages, layers, shape.block_size, shape.dtype)
     layer, last = shape.layers_before, store.num_blocks - 1
     dst = torch.arange(last * shape.block_size, (last + 1) * shape.block_size, 3)
     src = torch.arange(len(dst)).flip(0)
@@ -383,7 +382,7 @@ def copy_tokens(ops: Ops, shape: Shape) -> Pairs:
         yield plane[last, :, ::3], plane[0, :, : len(dst)].flip(1)
         plane.view(as_bits)[0] = -1
         plane.view(as_bits)[last, :, ::3] = -1
-    assert _untouched(arena.memory), "something else was written"
+    assert _untouched(pages.memory), "something else was written"
 
 
 # -------------------------------------------------------------------- repeated heads

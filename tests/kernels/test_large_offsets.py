@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_strategies.arena import Arena
 from kernels.ops import KVLocation
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
 from kernels.selfcheck.check import compute_error
 from kernels.selfcheck.op_info import ATTENTION
-from kernels.store import KVStore, compute_block_bytes
+from kernels.store import KVStore, Pages, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 from tests.kernels.backend_matrix import BACKENDS, NAMES, TOLERANCE
 from tests.kernels.sparse_memory import sparse_memory
@@ -85,7 +84,7 @@ def test_layers_do_not_lie_upon_one_another(backend: str) -> None:
 def test_slots_and_heads_that_lie_apart_keep_what_enters(backend: str, kept: torch.dtype) -> None:
     """Writes the last three tokens of a sequence of 2^24 tokens and more; the last one sees them."""
     spec, tokens, ops = LayerSpec(2, 2, 128, 128, window=3), FAR // 128 + 64, BACKENDS[backend]()
-    far, near = (KVStore(_arena(spec, length, kept), [spec], length, kept) for length in (tokens, 3))
+    far, near = (KVStore(_pages(spec, length, kept), [spec], length, kept) for length in (tokens, 3))
     assert far.k(0).stride(1) > FAR
     assert (tokens - 1) * far.k(0).stride(2) > FAR, "within a head"
     k, v = (torch.randint(-127, 128, (3, 2, 128)).float() for _ in range(2))
@@ -104,10 +103,10 @@ def test_slots_and_heads_that_lie_apart_keep_what_enters(backend: str, kept: tor
     assert compute_error(*outs) < ATTENTION[dtype]
 
 
-def _arena(spec: LayerSpec, tokens: int, kept: torch.dtype) -> Arena:
+def _pages(spec: LayerSpec, tokens: int, kept: torch.dtype) -> Pages:
     """Return paged memory of two blocks."""
     page = compute_block_bytes([spec], tokens, kept)
-    return Arena(2, page, memory=sparse_memory(2 * page))
+    return Pages(2, page, memory=sparse_memory(2 * page))
 
 
 def _row(store: KVStore, start: int, n: int) -> Slots:
@@ -131,15 +130,14 @@ def _row(store: KVStore, start: int, n: int) -> Slots:
 @backends
 def test_blocks_far_apart_are_copied(backend: str) -> None:
     """Blocks of 64 KiB: the last one begins at 2^36 bytes, which is more than 2^31 units of 16."""
-    page, pages, ops = 1 << 16, (1 << 20) + 2, BACKENDS[backend]()
-    arena = Arena(pages, page, memory=sparse_memory(pages * page))
-    store = KVStore(arena, [LayerSpec(2, 2, 16, 8)], 16, torch.float32)
+    page, count, ops = 1 << 16, (1 << 20) + 2, BACKENDS[backend]()
+    store = KVStore(Pages(count, page, memory=sparse_memory(count * page)), [LayerSpec(2, 2, 16, 8)], 16, torch.float32)
     store.blocks[5] = torch.randint(1, 255, (page,)).byte()
-    ops.copy_blocks(store, [5], [pages - 1])
-    ops.copy_blocks(store, [pages - 1], [7])
-    for block in (pages - 1, 7):
+    ops.copy_blocks(store, [5], [count - 1])
+    ops.copy_blocks(store, [count - 1], [7])
+    for block in (count - 1, 7):
         assert torch.equal(store.blocks[block, : store.block_bytes], store.blocks[5, : store.block_bytes])
-    assert not store.blocks[pages - 2].any()
+    assert not store.blocks[count - 2].any()
     assert not store.blocks[0].any()
 
 

@@ -37,9 +37,9 @@ IDLE = EngineState(
     blocks=dict.fromkeys(INSTANCES, Blocks()),
     floor_bytes=dict.fromkeys(INSTANCES, 0),
     quarantined=(),
-    pool_free=0,
+    pool_warm=0,
     pool_held=0,
-    pool_untouched=0,
+    pool_cold=0,
     device_memory=DeviceMemory(0, 0),
     process_memory={},
 )

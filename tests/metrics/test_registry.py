@@ -238,9 +238,9 @@ def test_gauges_are_as_it_is_now() -> None:
             budget_tokens={"paged": 300, "contiguous": 512},
             blocks={"paged": Blocks(6, 3, 2, 1, 4), "contiguous": Blocks()},
             floor_bytes={"paged": 77, "contiguous": 0},
-            pool_free=400,
+            pool_warm=400,
             pool_held=600,
-            pool_untouched=0,
+            pool_cold=70,
             device_memory=DeviceMemory(30, 70),
             process_memory={"engine": 5, "api": 6, "supervisor": 7},
         ),
@@ -259,7 +259,7 @@ def test_gauges_are_as_it_is_now() -> None:
             if labels["strategy"] == "paged"
         } == expected
     for name, label, expected in (
-        ("kv_cache_pool_bytes", "state", {"held": 600, "free": 400}),
+        ("kv_cache_pool_bytes", "state", {"held": 600, "warm": 400, "cold": 70}),
         ("device_memory_bytes", "state", {"used": 30, "free": 70}),
         ("process_resident_memory_bytes", "role", {"engine": 5, "api": 6, "supervisor": 7}),
     ):

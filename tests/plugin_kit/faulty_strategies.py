@@ -12,12 +12,14 @@ from cache_strategies.base import CacheSetup, KVCache, Plan, Row, Seat
 from cache_strategies.block_table import TableOptions, TablePlan, TableSeat
 from cache_strategies.compressed.cache import CompressedCache
 from cache_strategies.compressed.seat import CompressedSeat
+from cache_strategies.contiguous import ContiguousCache
+from cache_strategies.memory import Region
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.single_block import SingleBlockCache
 from cache_strategies.sliding_window import SlidingWindowCache, WindowOptions
 from cache_strategies.streaming.cache import StreamingCache
 from cache_strategies.streaming.options import StreamingOptions
-from cache_strategies.types import KEEPS_EVERYTHING, NO_SALT, CachedPrefix, CacheUsage, Geometry, PageInfo, Salt
+from cache_strategies.types import KEEPS_EVERYTHING, NO_SALT, BlockInfo, CachedPrefix, CacheUsage, Geometry, Salt, Sizes
 from kernels.types import LayerSpec
 from tests.contract.kinds.hooked import HookedCache, HookedOptions, HookedPlan
 from tests.contract.kinds.random_drop import DropOptions, RandomDropCache
@@ -158,7 +160,7 @@ class SharingFork(SoundCache):
         self.seats.remove(seat)
         self.table.release_row(seat.index)
         if all(seat.blocks != other.blocks for other in self.seats):
-            self.setup.arena.release(self.name, seat.blocks.pop(), self.store.pages_per_block)
+            self.region.release([seat.blocks.pop()])
 
     def check_integrity(self) -> None:
         pass
@@ -218,18 +220,35 @@ class Leak(SoundCache):
         pass
 
 
-class TooFewBytes(SoundCache):
-    def bytes_for(self, num_tokens: int) -> int:
-        return super().bytes_for(num_tokens) // 2
+class TooFewBlocks(SoundCache):
+    """Says that short texts take no memory."""
+
+    @classmethod
+    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
+        sizes = super().sizes(options, geometry)
+        return Sizes(sizes.block_bytes, lambda num_tokens: [int(num_tokens > 100)])
 
 
-class TooManyBytes(SoundCache):
-    def bytes_for(self, num_tokens: int) -> int:
-        return super().bytes_for(num_tokens) * 2
+class FallingSizes(SoundCache):
+    """Says that short texts take more than long ones."""
+
+    @classmethod
+    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
+        sizes = super().sizes(options, geometry)
+        return Sizes(sizes.block_bytes, lambda num_tokens: [2 if num_tokens < 100 else 1])
+
+
+class OtherBlocks(SoundCache):
+    """Says that its blocks are larger than those of its region."""
+
+    @classmethod
+    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
+        (size,), count_blocks = super().sizes(options, geometry)
+        return Sizes([2 * size], count_blocks)
 
 
 class GrowsForever(StreamingCache):
-    """A streaming cache that takes a page at each boundary, and frees none before a sequence ends."""
+    """A streaming cache that takes a block at each boundary, and frees none before a sequence ends."""
 
     interface_version = 2
 
@@ -239,14 +258,14 @@ class GrowsForever(StreamingCache):
 
     def compact(self, seat: CompressedSeat) -> int | None:
         dropped = super().compact(seat)
-        if dropped and (page := self.setup.arena.allocate(self.name, 1)) is not None:
-            self._taken.append(page)
+        if dropped:
+            self._taken += self.memory.regions[0].allocate() or ()
         return dropped
 
     def close(self, seat: CompressedSeat) -> None:
         super().close(seat)
         while self._taken:
-            self.setup.arena.release(self.name, self._taken.pop(), 1)
+            self.memory.regions[0].release([self._taken.pop()])
 
 
 class EndlessWindow(SlidingWindowCache):
@@ -263,15 +282,15 @@ class EndlessWindow(SlidingWindowCache):
 
 
 class PlanThatWritesElsewhere(Plan[TableSeat]):
-    """Computes by a hook what another plan says, and writes into pages of others."""
+    """Computes by a hook what another plan says, and writes into blocks that are not its own."""
 
     def __init__(self, cache: SoundCache, right: Plan[TableSeat]) -> None:
         self.rows, self._cache, self._right = right.rows, cache, right
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         self._cache.attend(self._right, layer_idx, q, k, v, out)
-        arena = self._cache.setup.arena
-        arena.memory[arena.page_bytes - 1 :: arena.page_bytes] = layer_idx + self.rows[0].seat.length % 100
+        region = self._cache.region
+        region.memory[region.page_bytes - 1 :: region.page_bytes] = layer_idx + self.rows[0].seat.length % 100
 
     def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
         return self._right.gather_kv(layer_idx, row)
@@ -334,11 +353,27 @@ class DropsNothing(PagedCache):
         return 0
 
 
-class KnowsAllPages(SoundCache):
-    """Describes pages that it does not hold."""
+class KnowsAllBlocks(SoundCache):
+    """Describes blocks that it does not hold."""
 
-    def describe_page(self, page: int) -> PageInfo | None:
-        return PageInfo(None, None, 0, 0)
+    def describe_block(self, region: Region, block: int) -> BlockInfo | None:
+        return BlockInfo(None, None, 0, 0)
+
+
+class WrongIdleBytes(ContiguousCache):
+    """Says that nothing can be freed."""
+
+    interface_version = 2
+    idle_bytes = 0
+
+
+class EvictsTooLittle(PagedCache):
+    """Frees one block, however many bytes are asked for."""
+
+    interface_version = 2
+
+    def evict(self, num_bytes: int) -> int:
+        return super().evict(1)
 
 
 # ---------------------------------------------------------------- calls

@@ -88,7 +88,7 @@ def test_checks_that_prove_little_are_told() -> None:
         ("no_such_module:MyCache", "run the command in the folder that has it, or install its package"),
         (f"{STRATEGIES}:MyCache", "has no class MyCache"),
         ("pathlib:Path", "is neither a strategy nor a scorer"),
-        (f"{STRATEGIES}:NotFinished", "NotFinished does not define close, grow, plan, seat_shape, usage"),
+        (f"{STRATEGIES}:NotFinished", "NotFinished does not define close, grow, plan, sizes, usage"),
         (f"{STRATEGIES}:OldVersion", "is written for version 1 of the interface"),
     ],
 )

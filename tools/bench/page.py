@@ -2,8 +2,8 @@
 
 - Throughput: a server answers a fixed number of requests, in turns with and without a reader of the live events that
   the page reads. The reader stands for a browser on another machine: on this one it would take the processor's time.
-- Paint: the time from opening the page to its first paint, and to the grid of pages with what the server holds.
-- Frames: the times between frames while the page shows a made-up state of many pages and requests, all of which change.
+- Paint: the time from opening the page to its first paint, and to the squares of the blocks that the server holds.
+- Frames: the times between frames while the page shows a made-up state of many blocks and requests, which all change.
 
 The last two need Debian's Chromium (`make chromium`) and playwright (`pip install "kvmux[test]"`).
 """
@@ -31,11 +31,11 @@ import uvicorn
 from fastapi import FastAPI
 from rich.console import Console
 
-from cache_strategies.types import PageState
+from cache_strategies.types import BlockState
 from server.api.ops import live
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Answer, get_answer_ttl
-from server.engine.live.pages import encode_bytes
+from server.engine.live.blocks import encode_bytes
 from server.ui.files import mount_ui
 from tools.bench.table.models import SHAPES, cache_folder, make_model
 from tools.compare_checkouts import compute_interval
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 VIEWS = ("memory", "requests", "rates")
 INSTANCES = ("paged", "int8", "window", "compressed")  # of the made-up state
-PAGE_BYTES = 1 << 16  # of the made-up state
+BLOCK_BYTES = 1 << 16  # of the made-up state
 # Returns the times of all frames of some seconds, in milliseconds
 RECORD_FRAMES = """(seconds) => new Promise((resolve) => {
   const times = [];
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--requests", type=int, default=64, help="requests of a turn")
     add("--streams", type=int, default=8, help="requests that are served at the same time")
     add("--tokens", type=int, default=64, help="tokens of each answer")
-    add("--pages", type=int, default=10_000, help="pages of the made-up state")
+    add("--blocks", type=int, default=10_000, help="blocks of the made-up state")
     add("--listed", type=int, default=500, help="requests of the made-up state")
     add("--seconds", type=float, default=15.0, help="seconds for which frames are noted, in each view")
     options = parser.parse_args(arguments)
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print_throughput(asyncio.run(measure_throughput(server.url, options, status.update)))
             status.update("opening the page")
             print_paints([measure_paint(server.url) for _ in range(10)])
-        with serving_made_up_state(options.pages, options.listed) as url:
+        with serving_made_up_state(options.blocks, options.listed) as url:
             for view in VIEWS:
                 status.update(f"noting frames of {view}")
                 print_frames(view, measure_frames(url, view, options.seconds))
@@ -161,17 +161,17 @@ def open_page(url: str, ready: str) -> Iterator[Page]:
 
 
 def measure_paint(url: str) -> tuple[float, float]:
-    """Return the milliseconds from opening the page to its first paint, and to the grid of pages."""
+    """Return the milliseconds from opening the page to its first paint, and to the squares of blocks."""
     with open_page(f"{url}/ui/", "canvas") as page:
-        grid = page.evaluate("performance.now()")
+        blocks = page.evaluate("performance.now()")
         first = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-        return float(first), float(grid)
+        return float(first), float(blocks)
 
 
 def print_paints(paints: Sequence[tuple[float, float]]) -> None:
-    first, grid = (sorted(column) for column in zip(*paints, strict=True))
+    first, blocks = (sorted(column) for column in zip(*paints, strict=True))
     print(f"first paint: {median(first):.0f} ms, at most {first[-1]:.0f} ms")
-    print(f"with the grid of pages: {median(grid):.0f} ms, at most {grid[-1]:.0f} ms")
+    print(f"with the blocks: {median(blocks):.0f} ms, at most {blocks[-1]:.0f} ms")
 
 
 def measure_frames(url: str, view: str, seconds: float) -> list[float]:
@@ -195,8 +195,8 @@ class MadeUpEngine:
 
     epoch: object = None
 
-    def __init__(self, pages: int, requests: int) -> None:
-        self._pages = pages
+    def __init__(self, blocks: int, requests: int) -> None:
+        self._blocks = blocks
         self._requests = requests
         self._count = 0
 
@@ -205,24 +205,24 @@ class MadeUpEngine:
 
     async def send_query(self, _: str) -> Answer:
         self._count += 1
-        state = make_state(self._pages, self._requests, self._count)
+        state = make_state(self._blocks, self._requests, self._count)
         return Answer(0, msgspec.json.encode(state), created_at=time.monotonic() - get_answer_ttl("live"))
 
 
-def make_state(pages: int, requests: int, count: int) -> dict[str, Any]:
+def make_state(blocks: int, requests: int, count: int) -> dict[str, Any]:
     """Return a live state as GET /v1/live has it; `count` is how many came before."""
-    num_bytes = pages * PAGE_BYTES
+    num_bytes = blocks * BLOCK_BYTES
     return {
         "object": "live",
         "created": time.time(),
         "memory": {
             "bytes": num_bytes,
-            "usable_bytes": num_bytes,
-            "page_bytes": PAGE_BYTES,
+            "warm_bytes": num_bytes,
             "free_bytes": 0,
             "weight_bytes": num_bytes // 2,
         },
-        "cells": make_cells(pages, count),
+        "block_states": [state.name.lower() for state in BlockState],
+        "regions": make_regions(blocks, count),
         "instances": dict.fromkeys(INSTANCES, make_instance(num_bytes, requests, count)),
         "totals": make_totals(count),
         "num_running": requests // 2,
@@ -232,19 +232,24 @@ def make_state(pages: int, requests: int, count: int) -> dict[str, Any]:
     }
 
 
-def make_cells(pages: int, count: int) -> dict[str, Any]:
-    draw = np.random.default_rng(count)
+def make_regions(blocks: int, count: int) -> dict[str, Any]:
+    """Return a region of each instance, with an equal number of the blocks."""
+    draw, held = np.random.default_rng(count), blocks // len(INSTANCES)
     return {
-        "pages_per_cell": 1,
-        "instances": INSTANCES,
-        "state_names": [state.name.lower() for state in PageState],
-        "owners": encode_bytes(draw.integers(1, len(INSTANCES) + 1, pages, np.uint8)),
-        "states": encode_bytes(draw.integers(PageState.IDLE, len(PageState), pages, np.uint8)),
+        f"{name}/0": {
+            "instance": name,
+            "what": "keys and values",
+            "block_bytes": BLOCK_BYTES,
+            "held_blocks": held,
+            "blocks_per_cell": 1,
+            "states": encode_bytes(draw.integers(BlockState.IDLE, len(BlockState), held, np.uint8)),
+        }
+        for name in INSTANCES
     }
 
 
 def make_instance(num_bytes: int, requests: int, count: int) -> dict[str, Any]:
-    used, idle = num_bytes // 8, PAGE_BYTES * count
+    used, idle = num_bytes // 8, BLOCK_BYTES * count
     return {
         "kind": "paged",
         "state": "ok",
@@ -262,7 +267,7 @@ def make_instance(num_bytes: int, requests: int, count: int) -> dict[str, Any]:
 def make_totals(count: int) -> dict[str, Any]:
     counts = dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions"), count * 100)
     times = {name: [count * 3] * 12 for name in ("time_to_first_token", "inter_token_latency")}
-    totals = {**counts, **times, "evicted_bytes": count * PAGE_BYTES}
+    totals = {**counts, **times, "evicted_bytes": count * BLOCK_BYTES}
     return {
         "bounds": {name: [0.001 * 2**i for i in range(11)] for name in times},
         "instances": dict.fromkeys(INSTANCES, totals),
@@ -288,10 +293,10 @@ def make_request(index: int, count: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serving_made_up_state(pages: int, requests: int) -> Iterator[str]:
+def serving_made_up_state(blocks: int, requests: int) -> Iterator[str]:
     """Serve the page and a made-up state from a thread; yield the address."""
     app = FastAPI()
-    client = cast("EngineClient", MadeUpEngine(pages, requests))
+    client = cast("EngineClient", MadeUpEngine(blocks, requests))
     state = live.LiveState(client)
     app.include_router(live.router(state, client))
     app.add_api_route("/ready", lambda: {"model": "made up"})

@@ -1,17 +1,17 @@
 """The live state of the server over HTTP: once, or as server-sent events twice a second, with what has changed.
 
-Beside it: the cached prefixes, the contents of a page, and the end of a request.
+Beside it: the cached prefixes, the contents of a block, and the end of a request.
 
 The events of a stream are `snapshot` (the whole state), `change` (what differs from the event before) and
 `unavailable` (the engine is away; a snapshot follows). `AuthenticationMiddleware` in server/api/http/middleware.py
-decides which clients may watch. Knows of the state's contents only how cells are encoded (server/engine/live/pages.py).
+decides which clients may watch. Knows of the state's contents only how regions are (server/engine/live/blocks.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -23,7 +23,7 @@ from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.middleware import LIVE_PATH
 from server.api.ops.monitoring import CachedAnswer
 from server.engine.ipc.client import EngineClient, EngineLost, EngineRefused
-from server.engine.ipc.messages import Abort, Answer, DescribePage
+from server.engine.ipc.messages import Abort, Answer, DescribeBlock
 
 INTERVAL = 0.5  # seconds between two events of a stream
 MAX_STREAMS = 32  # maximum number of open streams in this process: each takes some milliseconds twice a second
@@ -82,8 +82,9 @@ class LiveState:
             return encode_event("unavailable", {"message": str(error), "retry_after": error.retry_after}), None
         except EngineRefused as error:
             return encode_event("unavailable", {"message": error.error.message, "retry_after": 0.0}), None
-        change = None if last is None else make_change(last, state)
-        return encode_event("snapshot", state) if change is None else encode_event("change", change), state
+        if last is None:
+            return encode_event("snapshot", state), state
+        return encode_event("change", make_change(last, state)), state
 
 
 class LiveEvents(StreamingResponse):
@@ -111,7 +112,7 @@ def router(live: LiveState, client: EngineClient) -> APIRouter:
 
     @routes.get("")
     async def show() -> Response:
-        """Show what the server holds and does at this moment: memory, pages, instances and requests."""
+        """Show what the server holds and does at this moment: memory, blocks, instances and requests."""
         return Response((await live.get_answer()).body, media_type="application/json", headers=HEADERS)
 
     @routes.get("/events", response_class=StreamingResponse)
@@ -124,10 +125,11 @@ def router(live: LiveState, client: EngineClient) -> APIRouter:
         """List the cached prefixes of each instance that can list them, as trees; up to two seconds old."""
         return Response((await prefixes.get()).body, media_type="application/json", headers=HEADERS)
 
-    @routes.get("/pages/{page}")
-    async def describe_page(page: Number) -> Response:
-        """Describe a page of the KV memory: its owner, its state and what is in it."""
-        return Response(await client.query(DescribePage(page)), media_type="application/json", headers=HEADERS)
+    @routes.get("/blocks/{instance}/{region}/{block}")
+    async def describe_block(instance: str, region: Number, block: Number) -> Response:
+        """Describe a block of the KV memory, by the numbers of its region and of itself."""
+        command = DescribeBlock(instance, region, block)
+        return Response(await client.query(command), media_type="application/json", headers=HEADERS)
 
     @routes.delete("/requests/{worker}/{request_id}")
     async def end_request(worker: Number, request_id: str) -> Response:
@@ -143,35 +145,30 @@ def encode_event(name: str, data: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))
 
 
-def make_change(old: State, new: State) -> dict[str, Any] | None:
-    """Return what has to be changed in `old` to get `new`; None if it has other cells.
+def make_change(old: State, new: State) -> dict[str, Any]:
+    """Return what has to be changed in `old` to get `new`.
 
-    `patch` is a JSON merge patch (RFC 7396) of all but the contents of cells; `cells` are runs of cells with changes:
-    the number of the first, then the owners and the states of the run in base64.
+    `patch` is a JSON merge patch (RFC 7396), which has the states of blocks only of regions that are new or have fewer
+    cells. `states` has those of other regions, as runs of cells that differ or are new: the number of the first, and
+    their states in base64.
     """
-    old_cells, new_cells = dict(old["cells"]), dict(new["cells"])
-    before, after = pop_cell_bytes(old_cells), pop_cell_bytes(new_cells)
-    if old_cells != new_cells or len(before[0]) != len(after[0]):
-        return None
-    patch = make_merge_patch({**old, "cells": {}}, {**new, "cells": {}})
-    runs = [
-        [first, *(base64.b64encode(each[first:end]).decode() for each in after)]
-        for first, end in find_runs(before, after)
-    ]
-    return {"patch": patch, "cells": runs}
+    regions, runs = dict(new["regions"]), {}
+    for name, region in new["regions"].items():
+        old_region = old["regions"].get(name, region)
+        before, after = (base64.b64decode(each["states"]) for each in (old_region, region))
+        if len(before) <= len(after):
+            regions[name] = {**region, "states": old_region["states"]}
+            if found := find_runs(before, after):
+                runs[name] = [[first, base64.b64encode(after[first:end]).decode()] for first, end in found]
+    return {"patch": make_merge_patch(old, {**new, "regions": regions}), "states": runs}
 
 
-def pop_cell_bytes(cells: dict[str, Any]) -> tuple[bytes, bytes]:
-    """Remove the owners and the states from a description of cells, and return them."""
-    return base64.b64decode(cells.pop("owners")), base64.b64decode(cells.pop("states"))
-
-
-def find_runs(old: Sequence[bytes], new: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Return the runs [first, end) of whole chunks in which any of some byte strings differ from those before."""
+def find_runs(old: bytes, new: bytes) -> list[tuple[int, int]]:
+    """Return the runs [first, end) of whole chunks in which bytes differ from those before, or are new."""
     runs: list[tuple[int, int]] = []
-    for first in range(0, len(new[0]), CHUNK):
-        end = min(first + CHUNK, len(new[0]))
-        if all(a[first:end] == b[first:end] for a, b in zip(old, new, strict=True)):
+    for first in range(0, len(new), CHUNK):
+        end = min(first + CHUNK, len(new))
+        if old[first:end] == new[first:end]:
             continue
         if runs and runs[-1][1] == first:
             first, _ = runs.pop()

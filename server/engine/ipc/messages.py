@@ -117,10 +117,12 @@ class Inspect(msgspec.Struct, tag=True, frozen=True):
     instance: str
 
 
-class DescribePage(msgspec.Struct, tag=True, frozen=True):
-    """Asks for the owner, the state and the contents of one page of the KV memory, by its number."""
+class DescribeBlock(msgspec.Struct, tag=True, frozen=True):
+    """Asks for the state and the contents of one block, by the numbers of its region and of itself."""
 
-    page: int
+    instance: str
+    region: int
+    block: int
 
 
 class Clear(msgspec.Struct, tag=True, frozen=True):
@@ -210,7 +212,7 @@ class Observed(msgspec.Struct, tag=True, frozen=True):
     refusals: dict[ConstraintRefusal, int] = {}  # number of requests that their constraints ended, by the reason
 
 
-ReadingCommand = Inspect | DescribePage  # commands that change nothing, so that answers to questions stay right
+ReadingCommand = Inspect | DescribeBlock  # commands that change nothing, so that answers to questions stay right
 Command = (
     ReadingCommand
     | Clear

@@ -10,13 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cache_strategies.arena import Arena
+from cache_strategies.memory import Memory
 from cache_strategies.types import Geometry
-from kernels.arguments import MAX_INDEX, by_head
 from kernels.ops import KVLocation, QueryTap
-from kernels.types import Slots
 
 MAX_DESCRIPTION = 500  # maximum number of characters of a value or an error in a message
 
@@ -50,38 +47,11 @@ def check_locations(locations: Sequence[object]) -> None:
             raise ValueError(f"kv_location() has the window {describe(location.window)}")
 
 
-def check_pages(
-    locations: Sequence[KVLocation | None], windows: Sequence[int | None], arena: Arena, owner: str
-) -> None:
-    """Raise ValueError if kernels would read or write pages of the arena that do not belong to `owner`.
-
-    `locations` and `windows` are those of the model's layers; the addresses must lie in the stores. Nothing is checked
-    on another device than a CPU, as reading addresses there waits for it.
-    """
-    widest: dict[int, tuple[KVLocation, int]] = {}  # by location: the widest window of its layers
-    for location, window in zip(locations, windows, strict=True):
-        if location is not None and location.store.memory.data_ptr() == arena.memory.data_ptr():
-            reach = min(MAX_INDEX if each is None else each for each in (window, location.window))
-            widest[id(location)] = location, max(reach, widest.get(id(location), (location, 0))[1])
-    for (store, at, _), reach in widest.values():
-        if store.memory.is_cpu:
-            pages = _find_used_blocks(at, reach)[:, None] + torch.arange(store.pages_per_block)
-            if not arena.owns(owner, pages.numpy()):
-                raise ValueError("the table has blocks in pages that belong to no strategy, or to another one")
-
-
-def _find_used_blocks(at: Slots, reach: int) -> Tensor:
-    """Return the blocks [n] that kernels read or write for queries that see the latest `reach` tokens of a row."""
-    start = by_head(at.start)  # [B, 1 or H], like `first` and `end`
-    end = start + at.q_start.diff().long()[:, None]
-    first = (start - reach + 1).clamp_min(0)
-    if at.window_start is not None:
-        first = by_head(at.window_start)[at.q_start[:-1].long()]
-    elif at.ring or at.sinks:
-        first, end = torch.zeros_like(start), end.clamp_max(at.sinks + at.ring) if at.ring else end
-    begin = torch.arange(at.table.shape[1]) * at.block_size  # of each block among the tokens of a row
-    is_used = (begin + at.block_size > first[..., None]) & (begin < end[..., None]) & (start >= 0)[..., None]
-    return at.table[by_head(at.table_row).clamp_min(0)][is_used].long()
+def check_owner(locations: Sequence[KVLocation | None], memory: Memory, name: str) -> None:
+    """Raise ValueError if keys would be read from or written to a region of another instance than `name`."""
+    for store in {id(each.store): each.store for each in locations if each is not None}.values():
+        if memory.find_owner(store.memory) not in (None, name):
+            raise ValueError("a store is in a region of another strategy")
 
 
 def check_tap(tap: object, num_tokens: int, geometry: Geometry) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from cache_strategies.errors import StrategyError
-from server.engine.instance import Instance, count_unused_pages
+from server.engine.instance import Instance
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.step import RequestFailure
 
@@ -36,7 +36,7 @@ class ProgressWatchdog:
         self._timeout = timeout
         self._clock = clock
         self._waits: dict[tuple[Request, Instance], _Wait] = {}  # a fallback's wait begins anew
-        self._leaks: dict[str, float] = {}  # by instance: since when it holds pages that no sequence uses
+        self._leaks: dict[str, float] = {}  # by instance: since when it holds memory that no sequence uses
         self._steps = 0
 
     def find_stalled(self, candidates: Sequence[Request], computed: Collection[Request]) -> list[RequestFailure]:
@@ -81,19 +81,18 @@ class ProgressWatchdog:
         )
 
     def find_leaks(self) -> list[StrategyError]:
-        """Return an error for each instance that holds pages after all its sequences have ended; called once per step.
+        """Return an error for each instance that holds memory after all its sequences have ended; called once per step.
 
-        Idle and pinned pages do not count.
+        Idle and pinned blocks do not count.
         """
         self._steps += 1
         if self._steps % LEAK_CHECK_INTERVAL:
             return []
         now, errors = self._clock(), []
         for name, instance in self._instances.items():
-            pages = 0 if instance.num_open else count_unused_pages(instance)
-            if not pages:
+            size = 0 if instance.num_open else instance.count_unused_bytes()
+            if not size:
                 self._leaks.pop(name, None)
             elif now - self._leaks.setdefault(name, now) >= self._timeout:
-                size = pages * instance.arena.page_bytes
                 errors.append(instance.make_fault("close", f"{size} bytes stay in use after all sequences have ended"))
         return errors

@@ -49,17 +49,17 @@ def describe_routing(core: Core) -> dict[str, Any]:
         },
         "queued_tokens": queued_tokens,
         "num_requests": len(requests),
-        "kv_usage": core.arena.usage,
+        "kv_usage": core.memory.usage,
     }
 
 
 def _describe_instance(core: Core, instance: Instance) -> dict[str, Any]:
-    longest, available = instance.setup.geometry.max_seq_len, core.arena.count_available_pages(instance.name)
+    longest, available = instance.setup.geometry.max_seq_len, core.memory.count_available_bytes(instance.name)
     shares = find_block_naming(instance) is not None
     names = _list_block_names(instance) if shares else array(NAME_TYPE)
     return {
         "shares": shares,
         "names": names.tobytes(),
-        "free_bytes": max(0, available) * core.arena.page_bytes,
+        "free_bytes": max(0, available),
         "bytes_per_token": (instance.estimate_bytes(longest) or 0) / longest,
     }

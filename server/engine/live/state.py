@@ -1,4 +1,4 @@
-"""Describes what an engine holds and does at this moment, for GET /v1/live: pages, instances and requests.
+"""Describes what an engine holds and does at this moment, for GET /v1/live: blocks, instances and requests.
 
 Everything in it changes while the server works; what is fixed or slow to compute is in info.py. Has no text of any
 request. It is computed only for a client that watches.
@@ -10,11 +10,12 @@ from collections import Counter
 from time import monotonic, time
 from typing import Any
 
+from cache_strategies.types import BlockState
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.info import describe_instance, describe_memory, drop_none
 from server.engine.instance import Instance
-from server.engine.live.pages import describe_cells
+from server.engine.live.blocks import describe_regions
 from server.engine.scheduling.request import Request
 
 MAX_LISTED_REQUESTS = 1000  # maximum number of requests in the list: the running ones first
@@ -31,13 +32,10 @@ def describe_live(engine: Engine) -> dict[str, Any]:
     return {
         "object": "live",
         "created": round(time(), 3),
-        "memory": describe_memory(core.arena)
-        | {
-            "page_bytes": core.arena.page_bytes,
-            "free_bytes": core.arena.num_free_pages * core.arena.page_bytes,
-            "weight_bytes": core.model.weight_bytes,
-        },
-        "cells": describe_cells(core),
+        "memory": describe_memory(core.memory)
+        | {"free_bytes": core.memory.free_bytes, "weight_bytes": core.model.weight_bytes},
+        "block_states": [state.name.lower() for state in BlockState],
+        "regions": describe_regions(core),
         "instances": {
             each.name: {
                 **describe_instance(core, each),
@@ -62,9 +60,9 @@ def count_fitting_texts(core: Core, instance: Instance, max_seq_len: int) -> dic
     Idle memory counts as room. Texts that share their beginnings need less, so that more of them may fit.
     """
     lengths = [SHORTEST_TEXT << i for i in range(20) if SHORTEST_TEXT << i < max_seq_len] + [max_seq_len]
-    available, page_bytes = max(0, core.arena.count_available_pages(instance.name)), core.arena.page_bytes
+    available = max(0, core.memory.count_available_bytes(instance.name))
     sizes = {length: instance.estimate_bytes(length) for length in lengths}
-    return {str(length): available // -(-size // page_bytes) for length, size in sizes.items() if size}
+    return {str(length): available // size for length, size in sizes.items() if size}
 
 
 # ---------------------------------------------------------------- requests

@@ -165,7 +165,7 @@ class Scheduler:
         self._room_changes += 1
 
     def set_kv_bytes(self, kv_bytes: int) -> None:
-        """Set the total bytes of usable KV memory, which change while the arena is touched in the background."""
+        """Set the total bytes of usable KV memory, which fall if the system lacks memory."""
         self.limits = self.limits._replace(kv_bytes=kv_bytes)
         self.mark_room_changed()
 
@@ -445,13 +445,13 @@ def has_room(instance: Instance, seat: Seat, length: int, num_tokens: int) -> bo
 
 def _find_room(request: Request, num_tokens: int) -> bool:
     """Return whether there is room for the next tokens of a request; else note whether memory was refused."""
-    seat, arena = request.seat, request.instance.arena
+    seat, memory = request.seat, request.instance.memory
     assert seat is not None
-    num_refusals = arena.num_refusals
+    num_refusals = memory.num_refusals
     if has_room(request.instance, seat, request.num_computed_tokens, num_tokens):
         return True
     # A strategy with memory of its own is believed
-    was_refused = arena.num_refusals > num_refusals or not request.peak_bytes
+    was_refused = memory.num_refusals > num_refusals or not request.peak_bytes
     request.refusal = "memory" if was_refused else "nothing"
     return False
 
@@ -459,7 +459,7 @@ def _find_room(request: Request, num_tokens: int) -> bool:
 def _open_seat(request: Request) -> Seat | None:
     """Open a seat for a waiting request, if the strategy has room; else note whether memory was refused."""
     instance, caching = request.instance, request.caching
-    num_refusals, has_free_seat = instance.arena.num_refusals, instance.has_free_seat
+    num_refusals, has_free_seat = instance.memory.num_refusals, instance.has_free_seat
     request.refusal = None
     seat = instance.open(
         request.tokens,
@@ -469,7 +469,7 @@ def _open_seat(request: Request) -> Seat | None:
         ttl=caching.ttl,
     )
     if seat is None:
-        was_refused = instance.arena.num_refusals > num_refusals or not has_free_seat or not request.peak_bytes
+        was_refused = instance.memory.num_refusals > num_refusals or not has_free_seat or not request.peak_bytes
         request.refusal = "memory" if was_refused else "nothing"
     else:
         request.num_computed_tokens = seat.length

@@ -28,7 +28,7 @@ const isObject = (value) => typeof value === "object" && value !== null && !Arra
 const decodeBytes = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
 
 class Live {
-  state = null; // the answer of GET /v1/live, with cells.owners and cells.states as Uint8Array
+  state = null; // the answer of GET /v1/live, with the states of each region as Uint8Array
   status = "connecting"; // "open", "unavailable" (no engine, or no server) or "refused"
   message = "";
   history = []; // {time, totals, num_running, num_waiting}, oldest first
@@ -105,7 +105,7 @@ class Live {
 
   #receive(event, data) {
     if (event === "unavailable") return this.#fail("unavailable", data.message);
-    this.state = event === "snapshot" ? decodeCells(data) : applyChange(this.state, data);
+    this.state = event === "snapshot" ? decodeStates(data) : applyChange(this.state, data);
     this.status = "open";
     this.message = "";
     const { created: time, totals, num_running, num_waiting } = this.state;
@@ -125,19 +125,31 @@ class Live {
 const countTokens = (totals) =>
   Object.values(totals.instances).reduce((sum, each) => sum + each.prompt_tokens + each.generated_tokens, 0);
 
-function decodeCells(state) {
-  const { owners, states } = state.cells;
-  return { ...state, cells: { ...state.cells, owners: decodeBytes(owners), states: decodeBytes(states) } };
+/** Decode the states of regions that are new, which are text. */
+function decodeStates(state) {
+  for (const region of Object.values(state.regions)) {
+    if (typeof region.states === "string") region.states = decodeBytes(region.states);
+  }
+  return state;
 }
 
-function applyChange(state, { patch, cells }) {
-  const changed = applyMergePatch(state, patch);
-  const { owners, states } = changed.cells;
-  for (const [first, newOwners, newStates] of cells) {
-    owners.set(decodeBytes(newOwners), first);
-    states.set(decodeBytes(newStates), first);
+function applyChange(state, { patch, states }) {
+  const changed = decodeStates(applyMergePatch(state, patch));
+  for (const [name, runs] of Object.entries(states)) {
+    for (const [first, text] of runs) writeRun(changed.regions[name], first, decodeBytes(text));
   }
   return changed;
+}
+
+/** Replace states from `first` on, which may make them longer. */
+function writeRun(region, first, run) {
+  const end = first + run.length;
+  if (end > region.states.length) {
+    const before = region.states;
+    region.states = new Uint8Array(end);
+    region.states.set(before);
+  }
+  region.states.set(run, first);
 }
 
 export const live = new Live();

@@ -93,7 +93,7 @@ def test_a_command_makes_what_was_known_old(dated: FakeEngine, http: httpx.Clien
 
 def test_a_command_that_only_reads_leaves_what_was_known(dated: FakeEngine, http: httpx.Client) -> None:
     admin, began = {"authorization": f"Bearer {ADMIN_TOKEN}"}, time.monotonic()
-    for path in ("/v1/live/prefixes", "/v1/kv_cache/paged", "/v1/live/pages/3", "/v1/live/prefixes"):
+    for path in ("/v1/live/prefixes", "/v1/kv_cache/paged", "/v1/live/blocks/paged/0/3", "/v1/live/prefixes"):
         assert http.get(path, headers=admin).status_code == 200
     before = asked(dated)["prefixes"]
     assert before <= (time.monotonic() - began) / get_answer_ttl("prefixes") + 1

@@ -19,7 +19,7 @@ import pytest
 from server.api.http.local_access import find_local_refusal, is_loopback
 from server.api.ops import live
 from server.api.ops.live import find_runs, make_change, make_merge_patch
-from server.engine.ipc.messages import Abort, DescribePage, Failed, Query
+from server.engine.ipc.messages import Abort, DescribeBlock, Failed, Query
 from server.engine.ipc.socket_client import SocketClient
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, generates, live_state_of
@@ -27,7 +27,7 @@ from tests.api.payloads import error_of
 from tests.patience import PATIENCE
 
 ADMIN = {"authorization": f"Bearer {ADMIN_TOKEN}"}
-PATHS = ("/v1/live", "/v1/live/events", "/v1/live/prefixes", "/v1/live/pages/1", "/live")
+PATHS = ("/v1/live", "/v1/live/events", "/v1/live/prefixes", "/v1/live/blocks/paged/0/1", "/live")
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +70,14 @@ def merge(target: Any, patch: Any) -> Any:
 
 def apply_change(state: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state after a `change`, as a client computes it."""
-    cells = dict(state["cells"])
-    arrays = [bytearray(base64.b64decode(cells[name])) for name in ("owners", "states")]
-    for first, *runs in change["cells"]:
-        for array, run in zip(arrays, map(base64.b64decode, runs), strict=True):
-            array[first : first + len(run)] = run
-    cells |= {n: base64.b64encode(a).decode() for n, a in zip(("owners", "states"), arrays, strict=True)}
-    merged: dict[str, Any] = merge({**state, "cells": {}}, change["patch"])
-    return {**merged, "cells": cells}
+    merged: dict[str, Any] = merge(state, change["patch"])
+    regions = dict(merged["regions"])
+    for name, runs in change["states"].items():
+        states = bytearray(base64.b64decode(regions[name]["states"]))
+        for first, run in runs:
+            states[first : first + len(base64.b64decode(run))] = base64.b64decode(run)
+        regions[name] = {**regions[name], "states": base64.b64encode(states).decode()}
+    return {**merged, "regions": regions}
 
 
 # ---------------------------------------------------------------- contents
@@ -94,7 +94,7 @@ def test_a_stream_begins_with_a_snapshot_and_goes_on_with_changes(engine: FakeEn
         events = read_events(response)
         name, state = next(events)
         assert (name, state) == ("snapshot", json.loads(engine.answers["live"]))
-        assert next(events) == ("change", {"patch": {}, "cells": []})
+        assert next(events) == ("change", {"patch": {}, "states": {}})
         engine.answers["live"] = live_state_of(2)
         while state != json.loads(engine.answers["live"]):
             name, change = next(events)
@@ -102,14 +102,14 @@ def test_a_stream_begins_with_a_snapshot_and_goes_on_with_changes(engine: FakeEn
             state = apply_change(state, change)
 
 
-def test_other_cells_are_sent_as_a_snapshot(engine: FakeEngine, api: Api) -> None:
-    with httpx.stream("GET", f"{api.url}/v1/live/events", headers=ADMIN, timeout=PATIENCE) as response:
-        events = read_events(response)
-        next(events)
-        engine.answers["live"] = live_state_of(2, num_cells=7)
-        while (event := next(events))[0] == "change":
-            assert event[1] == {"patch": {}, "cells": []}
-        assert event == ("snapshot", json.loads(engine.answers["live"]))
+def test_a_region_that_grew_is_sent_from_where_it_grew_and_a_shorter_one_as_a_whole() -> None:
+    short, long = (json.loads(live_state_of(2, num_cells)) for num_cells in (100, 200))
+    grown, shrunk = make_change(short, long), make_change(long, short)
+    assert [first for first, _ in grown["states"]["paged/0"]] == [64]
+    assert grown["patch"] == {"regions": {"paged/0": {"held_blocks": 200}}}
+    assert apply_change(short, grown) == long
+    assert not shrunk["states"]
+    assert apply_change(long, shrunk) == short
 
 
 def test_random_changes_lead_to_the_new_state() -> None:
@@ -117,17 +117,16 @@ def test_random_changes_lead_to_the_new_state() -> None:
     print(f"seed {seed}")
     for _ in range(200):
         old, new = draw_state(rng), draw_state(rng)
-        change = make_change(old, new)
-        assert change is not None
-        assert apply_change(old, json.loads(json.dumps(change))) == new
+        assert apply_change(old, json.loads(json.dumps(make_change(old, new)))) == new
 
 
-def draw_state(rng: random.Random, num_cells: int = 300) -> dict[str, Any]:
-    cells = {
-        name: base64.b64encode(bytes(rng.random() < 0.004 for _ in range(num_cells))).decode()
-        for name in ("owners", "states")
-    }
-    return {**draw_object(rng, 3), "cells": {"pages_per_cell": 2, **cells}}
+def draw_state(rng: random.Random) -> dict[str, Any]:
+    """Return a state with some of three regions, which have few or many cells and any other fields."""
+    regions = {}
+    for name in rng.sample(("paged/0", "paged/1", "contiguous/0"), rng.randrange(4)):
+        states = bytes(rng.random() < 0.004 for _ in range(rng.choice((0, 64, 150, 300))))
+        regions[name] = {**draw_object(rng, 1), "states": base64.b64encode(states).decode()}
+    return {**draw_object(rng, 3), "regions": regions}
 
 
 def draw_object(rng: random.Random, depth: int) -> dict[str, Any]:
@@ -143,8 +142,9 @@ def test_runs_cover_what_differs_and_little_else() -> None:
     old = bytes(1000)
     new = bytearray(old)
     new[130] = new[140] = new[200] = new[999] = 1
-    assert find_runs([old], [bytes(new)]) == [(128, 256), (960, 1000)]
-    assert find_runs([old], [old]) == []
+    assert find_runs(old, bytes(new)) == [(128, 256), (960, 1000)]
+    assert find_runs(old, old) == []
+    assert find_runs(old[:100], old) == [(64, 1000)]
     assert make_merge_patch({"a": {"b": 1}}, {"a": {"b": 1}}) == {}
 
 
@@ -166,7 +166,7 @@ def test_watchers_are_told_that_the_engine_is_away_and_get_a_snapshot_of_the_nex
             assert event == ("unavailable", {"message": "the engine failed to answer", "retry_after": 0.0})
 
 
-# ---------------------------------------------------------------- prefixes and pages
+# ---------------------------------------------------------------- prefixes and blocks
 def test_prefixes_are_what_the_engine_lists(engine: FakeEngine, http: httpx.Client) -> None:
     for path in ("/v1/live/prefixes", "/live/prefixes"):
         response = http.get(path, headers=ADMIN)
@@ -175,17 +175,18 @@ def test_prefixes_are_what_the_engine_lists(engine: FakeEngine, http: httpx.Clie
         assert response.headers["cache-control"] == "no-store"
 
 
-def test_a_page_is_described_by_its_number(engine: FakeEngine, http: httpx.Client) -> None:
-    assert http.get("/v1/live/pages/17", headers=ADMIN).json() == {"obeyed": True}
-    assert [query.payload for query in engine.all(Query)] == [DescribePage(17)]
-    engine.refusal = Failed("", 404, "there is no page 17", code="not_found")
-    refused = http.get("/v1/live/pages/17", headers=ADMIN)
+def test_a_block_is_described_by_its_number(engine: FakeEngine, http: httpx.Client) -> None:
+    assert http.get("/v1/live/blocks/paged/1/17", headers=ADMIN).json() == {"obeyed": True}
+    assert [query.payload for query in engine.all(Query)] == [DescribeBlock("paged", 1, 17)]
+    engine.refusal = Failed("", 404, "there is no block 17", code="not_found")
+    refused = http.get("/v1/live/blocks/paged/1/17", headers=ADMIN)
     assert (refused.status_code, error_of(refused)["code"]) == (404, "not_found")
 
 
-@pytest.mark.parametrize("path", ["pages/x", "pages/-1", f"pages/{2**63}", "pages/1.5"])
-def test_a_page_that_is_no_number_is_refused(engine: FakeEngine, http: httpx.Client, path: str) -> None:
-    assert http.get(f"/v1/live/{path}", headers=ADMIN).status_code == 400
+@pytest.mark.parametrize("number", ["x", "-1", f"{2**63}", "1.5"])
+def test_a_region_or_block_that_is_no_number_is_refused(engine: FakeEngine, http: httpx.Client, number: str) -> None:
+    for path in (f"{number}/0", f"0/{number}"):
+        assert http.get(f"/v1/live/blocks/paged/{path}", headers=ADMIN).status_code == 400
     assert engine.all(Query) == []
 
 

@@ -30,7 +30,8 @@ def make_cache(model: Any, settings: StrategySettings, *, rows: int = 3, **how: 
     cache = StrategyCache(
         model.config, settings.kind, max_seq_len=MAX_SEQ_LEN, max_batch_size=rows, **settings.options, **how
     )
-    cache._cache.setup.arena.memory.fill_(POISON)
+    for region in cache._cache.setup.memory.regions:
+        region.memory.fill_(POISON)
     return cache
 
 

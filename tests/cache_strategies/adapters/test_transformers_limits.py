@@ -192,7 +192,7 @@ def test_a_refused_step_leaves_the_cache_as_it_was() -> None:
 # ---------------------------------------------------------------- strategies of other people
 @pytest.fixture
 def sieve(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Register a strategy that stores every n-th token outside the arena and cannot fork; return its kind."""
+    """Register a strategy that stores every n-th token in memory of its own and cannot fork; return its kind."""
     where = "tests.contract.third_party_strategy:SieveCache"
     monkeypatch.setattr(registry, "BUILTIN", registry.BUILTIN | {"sieve": where})
     return "sieve"

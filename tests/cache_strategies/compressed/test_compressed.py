@@ -14,6 +14,7 @@ from torch import Tensor
 from cache_strategies import registry
 from cache_strategies.compressed.cache import CompressedCache
 from cache_strategies.compressed.selection import share_budget
+from cache_strategies.memory import find_space
 from cache_strategies.scorers import BUILTIN
 from cache_strategies.scorers.base import Past
 from cache_strategies.scorers.knorm import KNorm
@@ -27,6 +28,7 @@ from plugin_kit.driver.steps import Reading, attend, step
 from plugin_kit.driver.texts import MODEL, random_text
 from plugin_kit.scorers.texts import rotate
 from server.engine.batch import Batch
+from tests.cache_strategies.cache_driver import count_bytes, count_held_blocks
 from tests.contract.harness import World
 from tests.kernels.backend_matrix import BACKENDS, NAMES
 
@@ -163,7 +165,7 @@ def test_the_memory_of_dropped_keys_is_free(by_head: bool, rng: random.Random) -
     peak = 0
     while reading.left:
         work = reading.work(reading.chunk(rng.choice([1, 7, 160])))
-        peak = max(peak, world.arena.num_held_pages("it"))
+        peak = max(peak, world.memory.held_bytes)
         batch = Batch([work])
         attend(batch, [(reading, work.row.num_tokens)])
         assert not batch.commit()
@@ -171,12 +173,12 @@ def test_the_memory_of_dropped_keys_is_free(by_head: bool, rng: random.Random) -
             columns = FULL.num_kv_heads if by_head else 1
             groups = 2 if by_head else 1
             blocks = -(-min(budget, reading.seat.length) // size)
-            pages = world.arena.num_held_pages("it") // cache.stores[0].pages_per_block
+            held = count_held_blocks(cache)
             most = groups * columns * (blocks + 1)
-            assert groups * columns * (blocks - 1) <= pages <= most
-    assert peak * world.arena.page_bytes <= cache.bytes_for(160)
+            assert groups * columns * (blocks - 1) <= held <= most
+    assert peak <= count_bytes(cache, 160)
     cache.close(reading.seat)
-    assert world.arena.num_held_pages("it") == 0
+    assert world.memory.held_bytes == 0
 
 
 @pytest.mark.parametrize("heads", [4, 8])
@@ -186,12 +188,15 @@ def test_the_least_memory_holds_the_longest_text_and_its_queries(windows: tuple[
     sizes = {"budget": 64, "every": 128, "recent": 3, "block_size": 32, "by_head": True}
     settings = StrategySettings(kind="compressed", scorer="snapkv", scorer_options={"window": 84}, **sizes)
     instances = registry.resolve_instances({"it": settings})
-    pages = registry.compute_min_pages(instances, Geometry(layers, torch.bfloat16, 1, 256, 256))
-    world = World({"it": settings}, layers=layers, dtype=torch.bfloat16, max_seats=1, max_seq_len=256, pages=pages)
+    geometry = Geometry(layers, torch.bfloat16, 1, 256, 256)
+    least = registry.compute_least_bytes(instances, geometry, find_space("cpu").round_block)
+    world = World(
+        {"it": settings}, layers=layers, dtype=torch.bfloat16, max_seats=1, max_seq_len=256, memory_bytes=least
+    )
     reading = world.open("it", random_text(1, 256, layers, torch.bfloat16))
     while reading.left:
         step([(reading, reading.chunk(64))])
-    assert world.caches["it"].bytes_for(256) <= pages * world.arena.page_bytes
+    assert count_bytes(world.caches["it"], 256) == least
 
 
 @pytest.mark.parametrize("scorer", ["keydiff", "h2o", "expected_attention"])
@@ -325,7 +330,6 @@ def test_scores_of_a_wrong_shape_are_an_error_that_names_the_scorer() -> None:
             "^every=32: scorer .snapkv. looks at the latest 64 queries, more than there are",
         ),
         ({"scorer": "snapkv", "scorer_options": {"kernel": 3}}, r"^scorer_options.kernel .* scorer .snapkv. are: "),
-        ({"scorer": "tova", "block_size": 1, "by_head": True, "every": 32}, "has no room for a query"),
     ],
 )
 def test_options_that_cannot_work_are_refused_in_a_sentence(options: dict[str, Any], message: str) -> None:
@@ -344,8 +348,8 @@ def test_a_start_computes_the_memory_of_the_longest_sequence() -> None:
     settings = StrategySettings(kind="compressed", budget=40, every=32, recent=4, block_size=8)
     geometry = Geometry(LAYERS, torch.float32, 2, 1000, 512)
     (instance,) = registry.resolve_instances({"it": settings})
-    shape = instance.cls.seat_shape(instance.options, geometry)
-    assert shape.blocks == (40 + 32) // 8
+    sizes = instance.cls.sizes(instance.options, geometry)
+    assert sizes.count_blocks(1000)[0] == (40 + 32) // 8
 
 
 @pytest.mark.parametrize("scorer", ["h2o", "snapkv"])
@@ -353,13 +357,11 @@ def test_a_text_that_comes_to_no_boundary_keeps_no_queries(scorer: str) -> None:
     queryless = make_world(scorer="knorm", every=1000).caches["it"]
     world = make_world(scorer=scorer, every=1000)
     cache, text = world.caches["it"], random_text(1, 160, LAYERS)
-    geometry, shapes = cache.setup.geometry, []
-    for each in (queryless, cache):
-        assert isinstance(each, CompressedCache)
-        shapes.append(each.seat_shape(each.options, geometry))
-    assert shapes[0] == shapes[1]
+    assert [region.block_bytes for region in queryless.setup.memory.regions] == [
+        region.block_bytes for region in cache.setup.memory.regions
+    ]
     reading = world.open("it", text)
     for _ in read(reading, 160):
         pass
-    held = world.arena.num_held_pages("it") * world.arena.page_bytes
-    assert held == queryless.bytes_for(160) == cache.bytes_for(160)
+    held = world.memory.held_bytes
+    assert held == count_bytes(queryless, 160) == count_bytes(cache, 160)

@@ -6,7 +6,7 @@ import pytest
 
 from cache_strategies.eviction import list_policies
 from cache_strategies.paged.cache import PagedCache
-from tests.cache_strategies.cache_driver import enter, make_cache, read_prompt
+from tests.cache_strategies.cache_driver import count_free_blocks, enter, evict, make_cache, read_prompt
 from tools.bench.growth.counts import count_calls
 
 FEW = 2_000
@@ -14,18 +14,18 @@ MANY = [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)]
 TEXT = list(range(10, 42))  # eight blocks of 4
 
 
-def full(pages: int, policy: str) -> PagedCache:
+def full(blocks: int, policy: str) -> PagedCache:
     """Return a cache whose memory is full of idle blocks."""
-    cache = make_cache("paged", pages=pages, block_size=4, eviction=policy)
+    cache = make_cache("paged", blocks=blocks, block_size=4, eviction=policy)
     assert isinstance(cache, PagedCache)
-    for n in range(pages):
+    for n in range(blocks):
         block = cache.pool.allocate()
         assert block is not None
         name = cache._hasher.hash_block_tokens(cache._hasher.root_hash(""), [n, n, n, n])
         assert name is not None
         cache.pool.publish(name, block)
         cache.pool.decref(block, ttl=float("inf"))
-    assert cache.setup.arena.num_free_pages == 0
+    assert count_free_blocks(cache) == 0
     return cache
 
 
@@ -42,14 +42,14 @@ def costs(cache: PagedCache) -> dict[str, int]:
     found["open"] = count_calls(opened)
     found["step"] = count_calls(lambda: enter(cache, (seat, list(range(50, 60)))))
     found["close"] = count_calls(lambda: cache.close(seat))
-    found["evict"] = count_calls(lambda: cache.reclaim(5))
+    found["evict"] = count_calls(lambda: evict(cache, 5))
     found["open again"] = count_calls(lambda: cache.open(TEXT))
     return found
 
 
-@pytest.mark.parametrize("pages", MANY)
+@pytest.mark.parametrize("blocks", MANY)
 @pytest.mark.parametrize("policy", sorted(list_policies()))
-def test_many_blocks_cost_no_more_than_a_few(policy: str, pages: int) -> None:
-    few, many = costs(full(FEW, policy)), costs(full(pages, policy))
+def test_many_blocks_cost_no_more_than_a_few(policy: str, blocks: int) -> None:
+    few, many = costs(full(FEW, policy)), costs(full(blocks, policy))
     assert few == many
     assert max(few.values()) < 2_000

@@ -6,6 +6,8 @@ import pytest
 
 from tests.cache_strategies.cache_driver import (
     assert_nothing_leaked,
+    count_free_blocks,
+    count_held_blocks,
     enter,
     find_cached,
     make_paged,
@@ -22,11 +24,11 @@ TEXT = list(range(10, 20))  # 10 tokens: two blocks of 4, and two tokens
 def test_a_fork_shares_everything_until_somebody_writes() -> None:
     cache = make_paged()
     parent = read_prompt(cache, TEXT)
-    held = cache.setup.arena.num_held_pages("it")
+    held = count_held_blocks(cache)
     child = cache.fork(parent)
     assert child is not None
     assert (child.length, child.cached) == (parent.length, parent.cached)
-    assert cache.setup.arena.num_held_pages("it") == held
+    assert count_held_blocks(cache) == held
     assert stored_tokens(cache, child) == TEXT
     cache.check_integrity()
 
@@ -67,7 +69,7 @@ def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     child = cache.fork(parent)
     assert child is not None
     enter(cache, (parent, [1]), (child, [2]))
-    assert cache.setup.arena.num_held_pages("it") == 4
+    assert count_held_blocks(cache) == 4
     assert stored_tokens(cache, parent) == [*TEXT[:8], 1]
     assert stored_tokens(cache, child) == [*TEXT[:8], 2]
 
@@ -113,14 +115,14 @@ def test_there_is_no_fork_without_a_seat() -> None:
 
 # ---------------------------------------------------------------- sources of copies
 def test_the_source_stays_until_the_copy_has_run() -> None:
-    cache = make_paged(pages=4)
+    cache = make_paged(blocks=4)
     parent = read_prompt(cache, TEXT)
     child = cache.fork(parent)
     assert child is not None
     assert cache.grow(child, 1)
     source = parent.blocks[2]
     cache.close(parent)
-    assert cache.setup.arena.num_free_pages == 0
+    assert count_free_blocks(cache) == 0
     assert cache.open([1]) is None, "the source's page is not free yet"
     cache.check_integrity()
     write(cache, (child, [1]))
@@ -139,7 +141,7 @@ def test_a_writer_that_leaves_before_its_copy_ran_lets_go_of_both() -> None:
     cache.check_integrity()
     enter(cache, (parent, [1]))
     assert stored_tokens(cache, parent) == [*TEXT, 1]
-    assert cache.setup.arena.num_held_pages("it") == 3
+    assert count_held_blocks(cache) == 3
     cache.close(parent)
     assert_nothing_leaked(cache)
 
@@ -158,7 +160,7 @@ def test_a_writer_may_be_cropped_before_its_copy_ran() -> None:
 
 
 def test_room_for_a_copy_may_be_missing_and_nothing_is_lost() -> None:
-    cache = make_paged(pages=3)
+    cache = make_paged(blocks=3)
     parent = read_prompt(cache, TEXT)
     child = cache.fork(parent)
     assert child is not None
@@ -176,9 +178,9 @@ def test_growing_twice_copies_once() -> None:
     assert child is not None
     cache.poll()
     assert cache.grow(child, 1)
-    held = cache.setup.arena.num_held_pages("it")
+    held = count_held_blocks(cache)
     assert cache.grow(child, 1)
-    assert cache.setup.arena.num_held_pages("it") == held
+    assert count_held_blocks(cache) == held
     write(cache, (child, [1]))
     assert stored_tokens(cache, child) == [*TEXT, 1]
     cache.check_integrity()
@@ -216,7 +218,7 @@ def test_crop_gives_back_what_lies_behind(length: int) -> None:
     seat = read_prompt(cache, TEXT)
     cache.crop(seat, length)
     assert seat.length == length
-    assert cache.setup.arena.num_held_pages("it") == -(-length // 4)
+    assert count_held_blocks(cache) == -(-length // 4)
     enter(cache, (seat, [1, 2]))
     assert stored_tokens(cache, seat) == [*TEXT[:length], 1, 2]
 

@@ -1,4 +1,4 @@
-"""Layers are divided by window into parts of nearly equal bytes, so that all groups can use the same pages."""
+"""Layers are grouped by their window, and a sequence of any length has a known number of blocks in each group."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import random
 from collections.abc import Sequence
 
 import pytest
-import torch
 
-from cache_strategies.paged.layer_groups import MAX_PADDING, LayerLayout, divide_layers
-from kernels.store import compute_block_bytes
+from cache_strategies.paged.layer_groups import LayerLayout, group_by_window
 from kernels.types import LayerSpec
 
 FULL = LayerSpec(4, 8, 256, 256)
@@ -17,73 +15,60 @@ WINDOW = FULL._replace(window=1024)
 GEMMA_3_4B = [FULL if i % 6 == 5 else WINDOW for i in range(34)]
 
 
-def divide(layers: Sequence[LayerSpec], *, max_seq_len: int = 8192, block_size: int = 32) -> LayerLayout:
-    return divide_layers(layers, block_size, max_seq_len, torch.bfloat16)
+def group(layers: Sequence[LayerSpec], *, by_head: bool = False) -> LayerLayout:
+    return group_by_window(layers, 32, 8192, by_head=by_head)
 
 
-def shape_of(layout: LayerLayout) -> list[tuple[int | None, list[int]]]:
-    """Return the window of each group, and the number of layers in each of its parts."""
-    return [(group.window, [len(part) for part in group.parts]) for group in layout.groups]
+def shape_of(layout: LayerLayout) -> list[tuple[int | None, int, int]]:
+    """Return the window of each group, its number of layers, and the allocations of a block."""
+    return [(each.window, len(each.layers), each.num_columns) for each in layout.groups]
 
 
 @pytest.mark.parametrize(
     ("layers", "shape"),
     [
-        (GEMMA_3_4B, [(None, [5]), (1024, [5, 5, 5, 5, 5, 4])]),
-        ([WINDOW, FULL] * 13, [(None, [13]), (1024, [13])]),
-        ([FULL] * 21 + [WINDOW] * 7, [(None, [7, 7, 7]), (1024, [7])]),
-        ([WINDOW] * 32, [(None, []), (1024, [32])]),
-        (
-            [FULL, WINDOW, WINDOW._replace(window=128), WINDOW],
-            [(None, [1]), (1024, [1, 1]), (128, [1])],
-        ),
+        (GEMMA_3_4B, [(None, 5, 1), (1024, 29, 1)]),
+        ([WINDOW, FULL] * 13, [(None, 13, 1), (1024, 13, 1)]),
+        ([WINDOW] * 32, [(None, 0, 0), (1024, 32, 1)]),
+        ([FULL, WINDOW, WINDOW._replace(window=128), WINDOW], [(None, 1, 1), (1024, 2, 1), (128, 1, 1)]),
+        ([FULL] * 4, [(None, 4, 1)]),
+        ([WINDOW._replace(window=8192)] * 4, [(None, 4, 1)]),
+        ([FULL, WINDOW._replace(window=8130)], [(None, 2, 1)]),
     ],
-    ids=["Gemma 3", "Gemma 2", "Qwen 2", "Mistral", "two windows"],
+    ids=["Gemma 3", "Gemma 2", "Mistral", "two windows", "no window", "a window of the whole text", "almost"],
 )
-def test_layers_are_grouped_by_window(layers: Sequence[LayerSpec], shape: list[tuple[int | None, list[int]]]) -> None:
-    layout = divide(layers)
+def test_layers_are_grouped_by_windows_that_drop_something(
+    layers: Sequence[LayerSpec], shape: list[tuple[int | None, int, int]]
+) -> None:
+    layout = group(layers)
     assert shape_of(layout) == shape
-    assert layout.padding <= MAX_PADDING
+    assert layout.has_windows == (len(shape) > 1)
+    assert shape_of(layout)[layout.widest_group] == next(each for each in shape if each[1])
+    assert [len(each.layers) for each in layout.stored] == [layers for _, layers, _ in shape if layers]
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [
-        [FULL] * 4,
-        [WINDOW._replace(window=8192)] * 4,
-        [FULL, WINDOW._replace(window=8100)],
-        [FULL._replace(head_dim=64, v_head_dim=64), WINDOW._replace(num_kv_heads=32, window=7000)],
-    ],
-    ids=["no window", "a window of the whole text", "almost", "more padding than it saves"],
-)
-def test_layers_are_one_group_if_that_takes_no_more_memory(layers: Sequence[LayerSpec]) -> None:
-    layout = divide(layers)
-    assert shape_of(layout) == [(None, [len(layers)])]
-    assert layout.padding == 0
-    assert layout.part_bytes == compute_block_bytes(layers, 32, torch.bfloat16)
+def test_each_head_of_layers_without_a_window_can_have_allocations_of_its_own() -> None:
+    layers = [FULL, WINDOW, FULL._replace(num_kv_heads=8)]
+    assert shape_of(group(layers, by_head=True)) == [(None, 2, 8), (1024, 1, 1)]
+    assert shape_of(group([WINDOW], by_head=True)) == [(None, 0, 0), (1024, 1, 1)]
 
 
-@pytest.mark.parametrize("_", range(60))
-def test_parts_have_all_layers_once_and_fit(_: int, rng: random.Random) -> None:
-    kinds = [
-        LayerSpec(rng.choice([1, 2, 4]), 8, dim := rng.choice([16, 32]), dim, window=rng.choice([None, 5, 40, 64]))
-        for _ in range(3)
-    ]
-    layers = [rng.choice(kinds) for _ in range(rng.randint(1, 30))]
-    layout = divide(layers, max_seq_len=(length := rng.choice([64, 500, 4000])), block_size=8)
-    assert sorted(i for part in layout.parts for i in part) == list(range(len(layers)))
-    sizes = [compute_block_bytes([spec], 8, torch.bfloat16) for spec in layers]
-    assert max(sum(sizes[i] for i in part) for part in layout.parts) == layout.part_bytes
+@pytest.mark.parametrize("_", range(30))
+def test_groups_have_all_layers_once(_: int, rng: random.Random) -> None:
+    layers = [FULL._replace(window=rng.choice([None, 5, 40, 64])) for _ in range(rng.randint(1, 30))]
+    layout = group_by_window(layers, 8, rng.choice([64, 500, 4000]))
+    assert sorted(i for each in layout.groups for i in each.layers) == list(range(len(layers)))
     assert layout.groups[0].window is None
-    assert all(
-        {layers[i].window for part in group.parts for i in part} == {group.window} for group in layout.groups[1:]
-    )
-    whole = sum(sizes) * -(-length // 8)
-    assert layout.part_bytes * layout.count_part_blocks(length, longest_row=1) <= whole
+    assert all({layers[i].window for i in each.layers} == {each.window} for each in layout.groups[1:])
 
 
-def test_what_padding_wastes_is_said() -> None:
-    assert divide(GEMMA_3_4B).describe() == (
-        "29 of 34 layers keep a window of 1024 tokens; a block has up to 5 layers, and at most 2.9% of the memory is "
-        "padding"
-    )
+def test_a_group_with_a_window_has_constantly_many_blocks_of_a_long_text() -> None:
+    layout = group(GEMMA_3_4B)
+    full, windowed = layout.groups
+    assert [layout.count_blocks(full, length, 512) for length in (1, 32, 33, 8192)] == [1, 1, 2, 256]
+    # 1,023 tokens in the window lie in 32 blocks, one more is kept, and a row of 512 tokens can touch 17 more
+    assert [layout.count_blocks(windowed, length, 512) for length in (1, 33, 1600, 8192)] == [1, 2, 50, 33 + 17]
+
+
+def test_which_layers_keep_windows_is_said() -> None:
+    assert group(GEMMA_3_4B).describe() == "29 of 34 layers keep a window of 1024 tokens"

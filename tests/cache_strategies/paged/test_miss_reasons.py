@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache_strategies.types import Salt
-from tests.cache_strategies.cache_driver import make_cache, make_paged, open_seat, read_prompt
+from tests.cache_strategies.cache_driver import evict, make_cache, make_paged, open_seat, read_prompt
 
 TEXT = list(range(10, 24))  # three blocks of 4, and two tokens
 
@@ -33,11 +33,11 @@ def test_a_prompt_without_a_full_block_is_short(length: int) -> None:
 def test_what_had_to_make_room_was_evicted_until_it_comes_again() -> None:
     cache = make_paged()
     cache.close(read_prompt(cache, TEXT))
-    cache.reclaim(1)
+    evict(cache, 1)
     seat = open_seat(cache, TEXT)
     assert (seat.cached, seat.miss) == (8, "evicted")
     cache.close(seat)
-    cache.reclaim(99)
+    evict(cache, 99)
     assert open_seat(cache, TEXT).miss == "evicted"
     assert open_seat(cache, TEXT).miss is None, "somebody is at it"
 

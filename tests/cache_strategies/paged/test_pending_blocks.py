@@ -5,8 +5,11 @@ from __future__ import annotations
 from cache_strategies.base import Row
 from tests.cache_strategies.cache_driver import (
     assert_nothing_leaked,
+    count_free_blocks,
     enter,
+    evict,
     find_cached,
+    get_token_bytes,
     make_paged,
     open_seat,
     stored_tokens,
@@ -158,15 +161,15 @@ def test_a_prompt_nobody_finishes_is_forgotten() -> None:
     cache.close(second)
     cache.close(first)
     assert find_cached(cache, TEXT) == 4
-    assert cache.usage().idle == 4 * cache.bytes_per_token
+    assert cache.usage().idle == 4 * get_token_bytes(cache)
     assert_nothing_leaked(cache)
 
 
 def test_what_waits_is_not_evicted() -> None:
-    cache = make_paged(pages=5)
+    cache = make_paged(blocks=5)
     first, second = open_seat(cache, TEXT), open_seat(cache, TEXT)
-    assert cache.setup.arena.num_free_pages == 0
-    assert cache.reclaim(5) == 0
+    assert count_free_blocks(cache) == 0
+    assert evict(cache, 5) == 0
     assert cache.open([1]) is None
     enter(cache, (first, TEXT))
     enter(cache, (second, TEXT[12:]))
@@ -258,7 +261,7 @@ def test_an_heir_writes_through_no_block_that_another_holds() -> None:
     enter(cache, (first, ids[2:4]), (other, ids[2:4]))
     cache.close(first)
     enter(cache, (other, ids[4:8]))
-    assert cache.reclaim(1) == 1
+    assert evict(cache, 1) == 1
     owner = open_seat(cache, ids[:12])
     heir = open_seat(cache, ids[:12])
     assert heir.blocks[1] == other.blocks[1]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache_strategies import registry
-from cache_strategies.arena import Arena
 from cache_strategies.base import CacheSetup
+from cache_strategies.memory import make_memory
 from cache_strategies.paged.base import PagedOptions
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.types import NO_SALT, Geometry, PinError, Salt, SaltScope
-from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps
 from tests.cache_strategies.cache_driver import (
     BLOCK,
     LAYER,
     assert_nothing_leaked,
+    evict,
     find_cached,
+    get_block_bytes,
     make_paged,
     open_seat,
     read_prompt,
@@ -33,27 +33,28 @@ class Clock:
         return self.now
 
 
-def with_clock(pages: int = 60, **options: object) -> tuple[PagedCache, Clock]:
+def with_clock(**options: object) -> tuple[PagedCache, Clock]:
     clock, geometry = Clock(), Geometry([LAYER], torch.float32, 8, 64, 64)
-    instances = registry.resolve_instances({"it": StrategySettings(kind="paged", block_size=BLOCK)})
-    arena = Arena(pages, registry.page_bytes(instances, geometry))
-    setup = CacheSetup("it", geometry, arena, ReferenceOps(), clock=clock)
-    return PagedCache(setup, PagedOptions.model_validate({"block_size": BLOCK, **options})), clock
+    memory = make_memory(1 << 20)
+    setup = CacheSetup("it", geometry, memory.add_instance("it"), ReferenceOps(), clock=clock)
+    cache = PagedCache(setup, PagedOptions.model_validate({"block_size": BLOCK, **options}))
+    memory.set_owner("it", cache)
+    return cache, clock
 
 
 def test_a_pinned_prefix_survives_every_want_of_memory() -> None:
     cache = make_paged()
     cache.close(read_prompt(cache, TEXT))
     pin = cache.pin([*TEXT, 99], salt=NO_SALT, ttl=60)
-    assert (pin.num_tokens, pin.num_bytes) == (12, 3 * cache.bytes_per_block)
+    assert (pin.num_tokens, pin.num_bytes) == (12, 3 * get_block_bytes(cache))
     assert cache.pins() == [pin]
-    cache.reclaim(99)
+    evict(cache, 99)
     cache.check_integrity()
     assert find_cached(cache, TEXT) == 12
     assert cache.usage().reserved == pin.num_bytes
     assert cache.unpin(pin.id)
     assert not cache.unpin(pin.id)
-    cache.reclaim(99)
+    evict(cache, 99)
     assert find_cached(cache, TEXT) == 0
     assert_nothing_leaked(cache)
 
@@ -75,7 +76,7 @@ def test_two_pins_on_the_same_blocks_are_two() -> None:
     first, second = (cache.pin(TEXT, salt=NO_SALT, ttl=60) for _ in range(2))
     assert first.id != second.id
     cache.unpin(first.id)
-    cache.reclaim(99)
+    evict(cache, 99)
     assert find_cached(cache, TEXT) == 12
     cache.check_integrity()
 
@@ -91,7 +92,7 @@ def test_what_is_not_there_or_not_computed_yet_cannot_be_pinned() -> None:
 
 
 def test_pins_leave_room_for_the_longest_sequence() -> None:
-    cache = make_paged(pages=18)  # the longest has 16 blocks
+    cache = make_paged(blocks=18)  # the longest has 16 blocks
     cache.close(read_prompt(cache, TEXT))
     with pytest.raises(
         PinError, match=r"longest sequence of strategy 'it', .* bytes, would not fit: pin a shorter prefix"
@@ -119,7 +120,7 @@ def test_clear_takes_pins_along_under_its_salt() -> None:
     for salt in (Salt("a"), Salt("b")):
         cache.close(read_prompt(cache, TEXT, salt=salt))
         cache.pin(TEXT, salt=salt, ttl=60)
-    assert cache.clear(SaltScope("a")) == 3 * cache.bytes_per_block
+    assert cache.clear(SaltScope("a")) == 3 * get_block_bytes(cache)
     assert [pin.salt for pin in cache.pins()] == [Salt("b")]
     assert (find_cached(cache, TEXT, salt=Salt("a")), find_cached(cache, TEXT, salt=Salt("b"))) == (0, 12)
     cache.clear()
@@ -154,7 +155,7 @@ def test_what_is_left_goes_by_priority_then_by_time() -> None:
     gone = []
     for _ in range(3):
         before = {name for name in texts if find_cached(cache, texts[name])}
-        cache.reclaim(1)
+        evict(cache, 1)
         gone += before - {name for name in texts if find_cached(cache, texts[name])}
     assert gone == ["c", "b", "a"]
 
@@ -165,5 +166,5 @@ def test_an_instance_has_a_time_to_live() -> None:
     clock.now += 31
     cache.close(read_prompt(cache, [2] * 5))
     cache.close(read_prompt(cache, [1] * 5, max_cached=0))
-    cache.reclaim(1)
+    evict(cache, 1)
     assert find_cached(cache, [2] * 5) == 4

@@ -14,8 +14,14 @@ from cache_strategies.types import NO_SALT, Salt
 from tests.cache_strategies.cache_driver import (
     BLOCK,
     assert_nothing_leaked,
+    count_bytes,
+    count_free_blocks,
+    count_held_blocks,
     enter,
+    evict,
     find_cached,
+    get_block_bytes,
+    get_token_bytes,
     make_cache,
     make_paged,
     open_seat,
@@ -81,9 +87,9 @@ def test_without_prefix_cache_nothing_is_found_or_kept() -> None:
     cache = make_paged(prefix_cache=False)
     seat = read_prompt(cache, TEXT)
     assert find_cached(cache, TEXT) == open_seat(cache, TEXT).cached == 0
-    held = cache.setup.arena.num_held_pages("it")
+    held = count_held_blocks(cache)
     cache.close(seat)
-    assert cache.setup.arena.num_held_pages("it") == held - 4
+    assert count_held_blocks(cache) == held - 4
 
 
 def test_a_caller_may_limit_how_much_is_taken() -> None:
@@ -115,7 +121,7 @@ def test_blocks_with_negative_ids_and_all_behind_them_are_never_shared(at: int) 
 def test_blocks_nobody_uses_any_more_are_still_found() -> None:
     cache = make_paged()
     cache.close(read_prompt(cache, TEXT))
-    assert cache.usage().idle == 3 * BLOCK * cache.bytes_per_token
+    assert cache.usage().idle == 3 * BLOCK * get_token_bytes(cache)
     seat = open_seat(cache, TEXT)
     assert seat.cached == 12
     assert cache.usage().idle == 0
@@ -128,13 +134,13 @@ def test_blocks_nobody_uses_any_more_are_still_found() -> None:
 def test_ends_of_texts_leave_before_their_beginnings() -> None:
     cache = make_paged()
     cache.close(read_prompt(cache, TEXT))
-    assert [find_cached(cache, TEXT), *(after_reclaim(cache) for _ in range(3))] == [12, 8, 4, 0]
+    assert [find_cached(cache, TEXT), *(after_eviction(cache) for _ in range(3))] == [12, 8, 4, 0]
     assert_nothing_leaked(cache)
 
 
-def after_reclaim(cache: object) -> int:
-    assert cache.reclaim(1) == 1  # type: ignore[attr-defined]
-    return find_cached(cache, TEXT)  # type: ignore[attr-defined, no-any-return]
+def after_eviction(cache: PagedCache) -> int:
+    assert evict(cache, 1) == 1
+    return find_cached(cache, TEXT)
 
 
 def test_what_was_used_last_leaves_last() -> None:
@@ -143,9 +149,9 @@ def test_what_was_used_last_leaves_last() -> None:
     for text in texts:
         cache.close(read_prompt(cache, text))
     cache.close(read_prompt(cache, texts[0]))
-    cache.reclaim(2)
+    evict(cache, 2)
     assert [find_cached(cache, text) for text in texts] == [8, 0, 8]
-    cache.reclaim(2)
+    evict(cache, 2)
     assert [find_cached(cache, text) for text in texts] == [8, 0, 0]
 
 
@@ -157,12 +163,12 @@ def test_a_look_up_changes_nothing() -> None:
     before = cache.usage()
     assert find_cached(cache, texts[0]) == 8
     assert cache.usage() == before
-    cache.reclaim(2)
+    evict(cache, 2)
     assert [find_cached(cache, text) for text in texts] == [0, 8]
 
 
 def test_idle_blocks_make_room_for_new_texts_and_used_ones_do_not() -> None:
-    cache = make_paged(pages=4)
+    cache = make_paged(blocks=4)
     seat = read_prompt(cache, TEXT[:8])
     cache.close(read_prompt(cache, [5] * 8))
     other = read_prompt(cache, [6] * 8)
@@ -173,7 +179,7 @@ def test_idle_blocks_make_room_for_new_texts_and_used_ones_do_not() -> None:
 
 
 def test_what_open_is_about_to_use_is_not_evicted_for_it() -> None:
-    cache = make_paged(pages=4)
+    cache = make_paged(blocks=4)
     cache.close(read_prompt(cache, [*TEXT[:8], 1]))
     cache.close(read_prompt(cache, [7] * 5))
     seat = open_seat(cache, TEXT)
@@ -183,19 +189,19 @@ def test_what_open_is_about_to_use_is_not_evicted_for_it() -> None:
 
 
 def test_an_open_that_fails_leaves_no_trace() -> None:
-    cache = make_paged(pages=5)
+    cache = make_paged(blocks=5)
     cache.close(read_prompt(cache, TEXT[:9]))
     seat = read_prompt(cache, [7] * 9)
-    before = (cache.usage(), cache.setup.arena.num_free_pages, len(cache.seats))
+    before = (cache.usage(), count_free_blocks(cache), len(cache.seats))
     assert cache.open([*TEXT, *range(6)]) is None
-    assert (cache.usage(), cache.setup.arena.num_free_pages, len(cache.seats)) == before
+    assert (cache.usage(), count_free_blocks(cache), len(cache.seats)) == before
     assert find_cached(cache, [*TEXT[:9], 5]) == 8
     cache.close(seat)
     assert_nothing_leaked(cache)
 
 
 def test_nothing_is_evicted_for_a_text_there_is_no_room_for_anyway() -> None:
-    cache = make_paged(pages=6)
+    cache = make_paged(blocks=6)
     cache.close(read_prompt(cache, TEXT[:9]))
     seat = read_prompt(cache, [7] * 9)
     assert cache.open([8] * 16) is None
@@ -217,18 +223,18 @@ def test_usage_counts_shared_tokens_once() -> None:
     cache = make_paged()
     read_prompt(cache, TEXT)
     read_prompt(cache, TEXT)
-    usage, page = cache.usage(), cache.setup.arena.page_bytes
+    usage, size = cache.usage(), get_block_bytes(cache)
     assert (usage.seats, usage.tokens) == (2, 12 + 2 + 2)
-    assert usage.reserved == (3 + 1 + 1) * page
-    assert usage.used == 16 * cache.bytes_per_token
+    assert usage.reserved == (3 + 1 + 1) * size
+    assert usage.used == 16 * get_token_bytes(cache)
     assert usage.reserved == usage.used + usage.idle + usage.wasted
-    assert usage.limit == 200 * page
+    assert usage.limit == 200 * size
 
 
 def test_books_that_do_not_add_up_are_noticed() -> None:
     for spoil in (
         lambda cache, seat: cache.pool.incref(seat.blocks[0]),
-        lambda cache, seat: cache.setup.arena.allocate("it"),
+        lambda cache, seat: cache.setup.memory.regions[0].allocate(),
         lambda cache, seat: seat.blocks.append(seat.blocks[0]),
         lambda cache, seat: cache.pending.add(seat.blocks[3], seat),
         lambda cache, seat: seat.tokens.pop(),
@@ -242,13 +248,13 @@ def test_books_that_do_not_add_up_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 64])
-def test_bytes_for_is_what_a_sequence_comes_to(block_size: int) -> None:
+def test_sizes_are_what_a_sequence_comes_to(block_size: int) -> None:
     cache = make_paged(block_size=block_size)
     for length in (1, 3, 4, 5, 64):
         seat = read_prompt(cache, [length] * length)
-        assert cache.usage().reserved == cache.bytes_for(length)
+        assert cache.usage().reserved == count_bytes(cache, length)
         cache.close(seat)
-        cache.reclaim(1000)
+        evict(cache, 1000)
 
 
 def test_a_block_is_never_longer_than_the_longest_text() -> None:

@@ -19,8 +19,11 @@ from tests.cache_strategies.cache_driver import (
     BLOCK,
     LAYER,
     assert_nothing_leaked,
+    count_bytes,
     enter,
+    evict,
     find_cached,
+    get_block_bytes,
     make_cache,
     make_paged,
     open_seat,
@@ -84,7 +87,8 @@ class Model:
     def count_bytes(self, prefix: Prefix) -> int:
         hashes = (self.hash_of(prefix)._replace(group=group) for group in range(len(self.cache.layout.groups)))
         blocks = [block for each in hashes if (block := self.cache.pool.find(each)) is not None]
-        return len(self.cache._pages(blocks)) * self.cache.setup.arena.page_bytes
+        by_region = self.cache.pool.list_by_region(blocks)
+        return sum(region.size * len(numbers) for region, numbers in by_region.items())
 
     def list_expected(self) -> list[tuple[object, ...]]:
         """Return the nodes: prefixes after which sequences differ, a pin ends, or the numbers of uses change."""
@@ -126,7 +130,7 @@ class Model:
     # ------------------------------------------------------------ operations
     def do_anything(self) -> None:
         before = self.list_cached()
-        self.rng.choice([self.open, self.open, self.open, self.go_on, self.close, self.reclaim, self.pin, self.drop])()
+        self.rng.choice([self.open, self.open, self.open, self.go_on, self.close, self.evict, self.pin, self.drop])()
         self.cache.poll()
         self.pins = {pin.id: self.pins[pin.id] for pin in self.cache.pins()}
         now = set(self.list_cached())
@@ -168,8 +172,8 @@ class Model:
         if self.seats:
             self.cache.close(self.seats.pop(self.rng.randrange(len(self.seats)))[0])
 
-    def reclaim(self) -> None:
-        self.cache.reclaim(self.rng.randint(1, 4))
+    def evict(self) -> None:
+        evict(self.cache, self.rng.randint(1, 4))
 
     def pin(self) -> None:
         nodes = list_nodes(self.cache)
@@ -204,12 +208,12 @@ class Model:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("layers", [[LAYER], [LAYER, WINDOW, LAYER]], ids=["one group", "hybrid"])
-@pytest.mark.parametrize("pages", [45, 200])
-def test_any_operations_lead_to_the_tree_of_the_model(layers: Sequence[LayerSpec], pages: int) -> None:
+@pytest.mark.parametrize("blocks", [45, 200])
+def test_any_operations_lead_to_the_tree_of_the_model(layers: Sequence[LayerSpec], blocks: int) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     for number in range(2):
-        cache = make_paged(pages=pages * len(layers), seats=5, layers=layers)
+        cache = make_paged(blocks=blocks * len(layers), seats=5, layers=layers)
         model = Model(cache, random.Random(seed + number), counts_hits=len(layers) == 1)
         for _ in range(50):
             model.do_anything()
@@ -231,7 +235,7 @@ def test_any_operations_lead_to_the_tree_of_the_model(layers: Sequence[LayerSpec
 def test_hits_are_the_sequences_that_found_a_node_while_nothing_is_evicted() -> None:
     rng = random.Random(seed := random.randrange(2**32))
     print(f"seed {seed}")
-    cache = make_paged(pages=2000, seats=4)
+    cache = make_paged(blocks=2000, seats=4)
     found: list[tuple[int, ...]] = []
     texts: list[list[int]] = [[1] * 40]
     for _ in range(60):
@@ -254,7 +258,7 @@ def test_hits_are_the_sequences_that_found_a_node_while_nothing_is_evicted() -> 
 @pytest.mark.parametrize("kind", ["paged", "quest"])
 def test_a_common_beginning_is_the_parent_of_both_ends(kind: str) -> None:
     cache = make_cache(kind, block_size=4)
-    block_bytes = cache.bytes_for(4)
+    block_bytes = count_bytes(cache, 4)
     first = read_prompt(cache, [*TEXT, *range(30, 39)])
     (alone,) = list_nodes(cache)
     assert (alone.parent, alone.first_token, alone.num_tokens, alone.references, alone.hits) == (None, 0, 24, 1, 0)
@@ -311,7 +315,7 @@ def test_what_is_not_shared_is_not_listed() -> None:
 
 
 def test_the_most_important_nodes_are_listed_with_their_parents() -> None:
-    cache = make_paged(pages=1000)
+    cache = make_paged(blocks=1000)
     for number in range(20):
         cache.close(read_prompt(cache, [*TEXT[:8], *[number] * 8, 1]))
     pinned = cache.pin([*TEXT[:8], *[3] * 8], salt=NO_SALT, ttl=60)
@@ -335,7 +339,7 @@ def test_the_most_important_nodes_are_listed_with_their_parents() -> None:
 def test_a_limited_list_is_a_part_of_the_whole_one() -> None:
     rng = random.Random(seed := random.randrange(2**32))
     print(f"seed {seed}")
-    cache, texts = make_paged(pages=2000), [[1] * 40]
+    cache, texts = make_paged(blocks=2000), [[1] * 40]
     for _ in range(40):
         texts.append([*rng.choice(texts)[: rng.randrange(40)], *rng.choices(range(3), k=rng.randint(1, 12))][:60])
         cache.close(read_prompt(cache, texts[-1]))
@@ -364,7 +368,7 @@ def test_a_node_is_pinned_with_all_that_comes_before_it() -> None:
     by_id = {each.id: each for each in list_nodes(cache)}
     assert (by_id[child.id].pins, by_id[parent.id].pins) == ([pin.id], ())
     assert (by_id[child.id].references, by_id[child.id].idle) == (0, None), "a pin is no sequence"
-    cache.reclaim(99)
+    evict(cache, 99)
     assert shapes_of(list_nodes(cache)) == [(0, 16, 0, 1), (16, 4, 0, 0)]
     assert cache.unpin(pin.id)
     assert_nothing_leaked(cache)
@@ -387,7 +391,7 @@ def test_an_unknown_id_is_neither_pinned_nor_dropped() -> None:
 
 
 def test_pins_of_nodes_leave_room_for_the_longest_sequence() -> None:
-    cache = make_paged(pages=18)  # the longest has 16 blocks
+    cache = make_paged(blocks=18)  # the longest has 16 blocks
     cache.close(read_prompt(cache, [*TEXT, 1]))
     (node,) = list_nodes(cache)
     with pytest.raises(PinError, match="longest sequence of strategy 'it'"):
@@ -411,12 +415,12 @@ def test_a_dropped_node_takes_its_subtree_and_their_pins_along() -> None:
     cache.pin([*TEXT, *[1] * 5], salt=NO_SALT, ttl=60)
     kept = cache.pin(TEXT[:8], salt=NO_SALT, ttl=60)
     assert shapes_of(list_nodes(cache)) == [(0, 8, 0, 1), (8, 8, 0, 1), (16, 4, 0, 0), (16, 4, 0, 0)]
-    assert cache.drop_prefix(id_of(cache, TEXT[:12])) == 4 * cache.bytes_per_block, "an id within the second node"
+    assert cache.drop_prefix(id_of(cache, TEXT[:12])) == 4 * get_block_bytes(cache), "an id within the second node"
     assert cache.pins() == [kept]
     assert shapes_of(list_nodes(cache)) == [(0, 8, 0, 1)], "the hits are those of what is left"
     assert find_cached(cache, [*TEXT, 1]) == 8
     cache.check_integrity()
-    assert cache.drop_prefix(id_of(cache, TEXT[:8])) == 2 * cache.bytes_per_block
+    assert cache.drop_prefix(id_of(cache, TEXT[:8])) == 2 * get_block_bytes(cache)
     assert_nothing_leaked(cache)
 
 
@@ -450,11 +454,10 @@ def test_only_one_tenants_prefix_is_dropped() -> None:
 def test_blocks_of_layers_with_a_window_count_in_the_bytes_of_a_node() -> None:
     cache = make_paged(layers=[LAYER, WINDOW, LAYER])
     cache.close(read_prompt(cache, [*TEXT, 1]))
-    page = cache.setup.arena.page_bytes
-    assert sum(each.num_bytes for each in list_nodes(cache)) == cache.setup.arena.num_held_pages("it") * page
-    cache.reclaim(1)  # a block that the window has passed goes first
+    assert sum(each.num_bytes for each in list_nodes(cache)) == cache.setup.memory.held_bytes
+    cache.evict(1)  # a block that the window has passed goes first
     assert shapes_of(list_nodes(cache)) == [(0, 16, 0, 0)]
-    assert list_nodes(cache)[0].num_bytes == cache.setup.arena.num_held_pages("it") * page
+    assert list_nodes(cache)[0].num_bytes == cache.setup.memory.held_bytes
 
 
 @pytest.mark.parametrize("kind", ["paged", "quest"])
@@ -465,7 +468,7 @@ def test_if_all_layers_have_a_window_the_blocks_of_the_widest_are_listed(kind: s
     cache.close(read_prompt(cache, text))
     (node,) = list_nodes(cache)
     assert (node.parent, node.first_token, node.num_tokens, node.hits) == (None, 0, 40, 0)
-    cache.reclaim(cache.idle_pages() - 7)  # all but the blocks that a sequence keeps at its end
+    evict(cache, cache.blocks().idle - 7)  # all but the blocks that a sequence keeps at its end
     (node,) = list_nodes(cache)
     assert node.first_token + node.num_tokens == 40
     assert node.first_token > 0
@@ -474,7 +477,7 @@ def test_if_all_layers_have_a_window_the_blocks_of_the_widest_are_listed(kind: s
     cache.close(seat)
     assert [each.hits for each in list_nodes(cache)] == [1]
     assert cache.pin_prefix(node.id, ttl=60).num_tokens == 40
-    cache.reclaim(99)
+    evict(cache, 99)
     assert find_cached(cache, text) == 40
     assert cache.drop_prefix(node.id)
     assert cache.pins() == list_nodes(cache) == []
@@ -486,7 +489,7 @@ def test_what_follows_after_blocks_that_are_gone_is_another_tree() -> None:
     cache = make_paged(layers=[WINDOW, WINDOW])
     seat = read_prompt(cache, list(range(10, 51)))
     beginning = read_prompt(cache, list(range(10, 15)))  # uses the first block; the next ones are idle
-    cache.reclaim(99)
+    evict(cache, 99)
     first, last = list_nodes(cache)
     assert (first.first_token, first.num_tokens, last.parent) == (0, BLOCK, None)
     cache.drop_prefix(first.id)

@@ -21,6 +21,7 @@ from tests.cache_strategies.cache_driver import (
     LAYER,
     assert_nothing_leaked,
     enter,
+    evict,
     find_cached,
     make_paged,
     visible_tokens,
@@ -146,7 +147,7 @@ def test_without_pressure_the_same_prefixes_are_found_as_without_windows(
     A seat that closes early can leave a gap before blocks that others have computed. If all layers have windows, the
     blocks behind a gap are found, too; then the comparison ends.
     """
-    caches = [make_paged(layers=each, pages=3000, seats=SEATS) for each in ((LAYER,), layers)]
+    caches = [make_paged(layers=each, blocks=3000, seats=SEATS) for each in ((LAYER,), layers)]
     play = Play(rng, caches)
 
     def check() -> None:
@@ -162,7 +163,7 @@ def test_without_pressure_the_same_prefixes_are_found_as_without_windows(
 def test_under_pressure_a_prefix_is_found_if_all_that_its_next_token_sees_is_there(
     layers: Sequence[LayerSpec], rng: random.Random
 ) -> None:
-    cache = make_paged(layers=layers, pages=60, seats=SEATS)
+    cache = make_paged(layers=layers, blocks=60, seats=SEATS)
     play = Play(rng, [cache])
 
     def check() -> None:
@@ -170,7 +171,7 @@ def test_under_pressure_a_prefix_is_found_if_all_that_its_next_token_sees_is_the
         text = [*play.rng.choice(play.texts), 1]
         assert find_cached(cache, text) == longest_prefix(cache, text)
         if play.rng.random() < 0.1:
-            cache.reclaim(play.rng.randint(1, 20))
+            evict(cache, play.rng.randint(1, 20))
 
     play.run(150, check)
 
@@ -188,7 +189,7 @@ def longest_prefix(cache: PagedCache, text: Sequence[int]) -> int:
         return cache.pool.find(hashes[i]._replace(group=group)) is not None or is_pending(i)
 
     def can_go_on_from(length: int) -> bool:
-        if first.parts and not all(is_there(i, 0) for i in range(length)):
+        if first.layers and not all(is_there(i, 0) for i in range(length)):
             return False
         return all(
             is_there(i, number)

@@ -24,12 +24,12 @@ def make_world(
     *,
     layers: Sequence[LayerSpec] = LAYERS,
     dtype: torch.dtype = torch.float32,
-    pages: int | None = None,
+    memory_bytes: int | None = None,
     **options: object,
 ) -> World:
     """Return a world with the instance "quest", which reads 5 blocks of 4 tokens, and more with other options."""
     settings = StrategySettings.model_validate({"kind": "quest", "block_size": 4, "budget": 20, **options})
-    return World({"quest": settings}, layers=layers, dtype=dtype, max_seats=4, pages=pages)
+    return World({"quest": settings}, layers=layers, dtype=dtype, max_seats=4, memory_bytes=memory_bytes)
 
 
 def open_prompt(world: World, text: Text, length: int, *, max_cached: int | None = None) -> Reading:

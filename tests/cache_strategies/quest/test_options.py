@@ -15,6 +15,7 @@ from kernels.types import LayerSpec
 from plugin_kit.driver.reference import attention
 from plugin_kit.driver.steps import step
 from plugin_kit.driver.texts import random_text
+from tests.cache_strategies.cache_driver import get_token_bytes
 from tests.cache_strategies.quest.brute_force import LAYERS, make_world, read_prompt
 from tests.contract.harness import World
 from tests.contract.test_int8 import what_is_left
@@ -104,5 +105,5 @@ def test_int8_takes_summaries_in_float32() -> None:
     for kv_dtype in ("model", "int8"):
         settings = StrategySettings.model_validate({"kind": "quest", "kv_dtype": kv_dtype})
         world = World({"it": settings}, layers=[LayerSpec(2, 6, 64, 64)], dtype=torch.bfloat16)
-        sizes[kv_dtype] = world.caches["it"].bytes_per_token  # type: ignore[attr-defined]
+        sizes[kv_dtype] = get_token_bytes(world.caches["it"])
     assert sizes == {"model": 2 * (2 * 128 + 2 * 128 / 32), "int8": 2 * (2 * 68 + 2 * 256 / 32)}

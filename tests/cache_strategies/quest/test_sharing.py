@@ -13,7 +13,12 @@ from config.settings import StrategySettings
 from kernels.types import LayerSpec
 from plugin_kit.driver.steps import Reading, step
 from plugin_kit.driver.texts import random_text, spliced
-from tests.cache_strategies.cache_driver import find_cached
+from tests.cache_strategies.cache_driver import (
+    count_bytes,
+    count_held_blocks,
+    find_cached,
+    get_token_bytes,
+)
 from tests.cache_strategies.quest.brute_force import LAYERS, check, generate, make_world, open_prompt, read_prompt
 from tests.contract.harness import World
 
@@ -32,10 +37,10 @@ def test_a_prompt_is_found_by_another_which_reads_the_same_blocks() -> None:
     text = random_text(1, 100, LAYERS)
     first = read_prompt(world, text, 61)
     generate(first, 5)
-    held = world.arena.num_held_pages("quest")
+    held = count_held_blocks(first.cache)
     second = read_prompt(world, text, 61)
     assert second.seat.cached == 60
-    assert world.arena.num_held_pages("quest") == held + 2  # of the block with the last token
+    assert count_held_blocks(first.cache) == held + 2  # of the heads in the block with the last token
     generate(second, 9)
     first.cache.close(first.seat)
     second.cache.close(second.seat)
@@ -150,17 +155,17 @@ def test_a_fork_that_goes_back_leaves_the_summaries_of_its_parent() -> None:
 
 # ---------------------------------------------------------------- memory
 def test_blocks_that_were_evicted_are_summarized_anew(rng: random.Random) -> None:
-    """In an arena for two and a half texts, texts take over each other's pages."""
+    """In memory for two and a half texts, texts take over each other's blocks."""
     probe = make_world()
     reading = read_prompt(probe, random_text(1, 100, LAYERS), 100)
-    pages = int(2.5 * probe.arena.num_held_pages("quest"))
-    world = make_world(pages=max(pages, 100))
+    least = probe.count_bytes("quest", 160)
+    world = make_world(memory_bytes=max(5 * probe.memory.held_bytes // 2, least))
     for seed in range(12):
         reading = read_prompt(world, random_text(seed, 130, LAYERS), rng.randint(40, 90))
         generate(reading, 8)
         reading.cache.close(reading.seat)
         world.check_integrity()
-    assert reading.cache.idle_pages() > 0
+    assert reading.cache.idle_bytes > 0
 
 
 def test_tokens_that_are_not_finite_are_found_by_nobody() -> None:
@@ -180,6 +185,6 @@ def test_a_block_takes_the_memory_of_its_keys_and_one_part_in_a_block_for_summar
         world = World({kind: StrategySettings(kind=kind)}, layers=layers, dtype=torch.bfloat16, max_seats=1)
         caches[kind] = world.caches[kind]
     assert isinstance(caches["quest"], QuestCache)
-    share = caches["quest"].bytes_per_token / caches["paged"].bytes_per_token  # type: ignore[attr-defined]
+    share = get_token_bytes(caches["quest"]) / get_token_bytes(caches["paged"])
     assert share == 1 + 1 / 32
-    assert caches["quest"].bytes_for(64) == pytest.approx(caches["paged"].bytes_for(64) * share)
+    assert count_bytes(caches["quest"], 64) == pytest.approx(count_bytes(caches["paged"], 64) * share, rel=0.02)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cache_strategies import registry
-from cache_strategies.streaming.options import Sizes, StreamingOptions
+from cache_strategies.streaming.options import KeptSizes, StreamingOptions
 from cache_strategies.streaming.seat import StreamingSeat
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
@@ -24,6 +24,7 @@ from plugin_kit.driver.steps import Keys, Reading, attend, step
 from plugin_kit.driver.texts import Text, random_text, rotate
 from plugin_kit.driver.visible import check_keys
 from server.engine.batch import Batch
+from tests.cache_strategies.cache_driver import count_bytes
 from tests.contract.harness import World
 from tests.contract.rotary import Streaming
 
@@ -157,8 +158,8 @@ def test_a_text_of_three_thousand_tokens_takes_constant_memory_and_few_positions
     while reading.seat.length < 3000:
         step([(reading, reading.chunk(rng.choice([50, 50, 50, 13])))])
         assert reading.seat.position <= 104 + 50
-        held.append(world.arena.num_held_pages("it") * world.arena.page_bytes)
-    assert max(held) <= cache.bytes_for(3000) == cache.bytes_for(200)
+        held.append(world.memory.held_bytes)
+    assert max(held) <= count_bytes(cache, 3000) == count_bytes(cache, 200)
     assert isinstance(reading.seat, StreamingSeat)
     assert [kept.counts for kept in reading.seat.groups] == [[104], [29]], "a narrow window of the model's own is all"
     dropped = cache.count_dropped_tokens(reading.seat)
@@ -166,14 +167,14 @@ def test_a_text_of_three_thousand_tokens_takes_constant_memory_and_few_positions
     check_last_step(reading, sizes, 5e-6)
     world.check_integrity()
     cache.close(reading.seat)
-    assert world.arena.num_held_pages("it") == 0
+    assert world.memory.held_bytes == 0
 
 
 def test_a_start_computes_the_memory_of_the_longest_sequence() -> None:
     settings = StrategySettings(kind="streaming", sinks=4, window=60, every=32, block_size=8)
     geometry = Geometry([FULL], torch.float32, 2, 1000, 512)
     (instance,) = registry.resolve_instances({"it": settings})
-    assert instance.cls.seat_shape(instance.options, geometry).blocks == (4 + 60 + 32) // 8
+    assert [*instance.cls.sizes(instance.options, geometry).count_blocks(1000)] == [(4 + 60 + 32) // 8]
 
 
 # ---------------------------------------------------------------- faults
@@ -277,15 +278,15 @@ def test_defaults_fit_any_model(_: int, rng: random.Random) -> None:
         name: rng.randint(1, max(1, max_seq_len // 4)) for name in ("sinks", "window", "every") if rng.random() < 0.4
     }
     print(max_seq_len, given)
-    sizes = Sizes.resolve(StreamingOptions(**given), max_seq_len)
+    sizes = KeptSizes.resolve(StreamingOptions(**given), max_seq_len)
     sizes.check("it", max_seq_len)
     assert min(sizes.window, sizes.every) >= 1
     assert given.items() <= sizes._asdict().items()
 
 
 def test_the_defaults_of_a_model_with_a_long_context() -> None:
-    assert Sizes.resolve(StreamingOptions(), 8192) == (4, 1024, 256)
-    assert Sizes.resolve(StreamingOptions(), 512) == (4, 256, 64)
+    assert KeptSizes.resolve(StreamingOptions(), 8192) == (4, 1024, 256)
+    assert KeptSizes.resolve(StreamingOptions(), 512) == (4, 256, 64)
 
 
 def test_it_promises_texts_without_an_end_and_no_exactness() -> None:

@@ -1,6 +1,6 @@
 """Strategies as plug-ins would be written, for the contract tests: they drop keys, or compute their own attention.
 
-`installed` registers them as installed packages do, by entry points. They use the interface, stores, the arena and the
+`installed` registers them as installed packages do, by entry points. They use the interface, stores, regions and the
 operations, and are in no way made for the tests: whatever holds for built-in kinds holds for them.
 """
 

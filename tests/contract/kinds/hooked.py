@@ -97,7 +97,7 @@ def attend_from_one(q: Tensor, keys: Tensor, values: Tensor, spec: LayerSpec) ->
 
 def make_tap_of_last_tokens(setup: CacheSetup, rows: Sequence[Row[Any]], in_layer: Sequence[bool]) -> QueryTap:
     """Return a request for the query of each row's last token, in the layers that `in_layer` says."""
-    device, dtype = setup.arena.memory.device, setup.geometry.kv_dtype
+    device, dtype = setup.memory.device, setup.geometry.kv_dtype
     last = torch.tensor([row.num_tokens for row in rows], device=device).cumsum(0) - 1
     queries = [
         torch.empty(len(rows), spec.num_q_heads, spec.head_dim, dtype=dtype, device=device) if wanted else None

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cache_strategies.base import CacheSetup, KVCache, Plan, Row, Seat
 from cache_strategies.block_table import TableOptions, resolve_kv_dtype
-from cache_strategies.types import NO_SALT, Blocks, CacheUsage, Contract, Geometry, Salt, SeatShape
+from cache_strategies.types import NO_SALT, Blocks, CacheUsage, Contract, Geometry, Salt, Sizes
 from kernels.ops import KVLocation
 from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec, Slots
@@ -173,15 +173,16 @@ class RandomDropCache(KVCache[DropSeat]):
 
     def __init__(self, setup: CacheSetup, options: DropOptions) -> None:
         super().__init__(setup, options)
-        geometry, device = setup.geometry, setup.arena.memory.device
+        geometry, device = setup.geometry, setup.memory.device
         self.every, self.block_size = options.every, options.block_size
         dtype = resolve_kv_dtype(options, geometry)
+        # Blocks of all layers lie in one region, and have the size of the largest
+        self._region = setup.memory.region(self._compute_block_bytes(options, geometry))
         self.stores = [
-            KVStore(setup.arena, {i: spec}, self.block_size, dtype, split_heads=self.split_heads)
+            KVStore(self._region, {i: spec}, self.block_size, dtype, split_heads=self.split_heads)
             for i, spec in enumerate(geometry.layers)
         ]
         setup.ops.prepare(geometry.layers, geometry.kv_dtype, dtype)
-        self.pages_per_block = max(store.pages_per_block for store in self.stores)  # of every layer, so that all fit
         self._heads = [self._count_parts(spec) for spec in geometry.layers]
         width = -(-geometry.max_seq_len // self.block_size)
         self.tables = [
@@ -223,35 +224,29 @@ class RandomDropCache(KVCache[DropSeat]):
 
     # ---------------------------------------------------------------- memory
     @classmethod
-    def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
+    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
+        return Sizes(
+            [cls._compute_block_bytes(options, geometry)],
+            lambda num_tokens: [cls._count_blocks(options, geometry, num_tokens)],
+        )
+
+    @classmethod
+    def _compute_block_bytes(cls, options: Any, geometry: Geometry) -> int:
         stored = (spec._replace(num_kv_heads=1) if cls.split_heads else spec for spec in geometry.layers)
         dtype = resolve_kv_dtype(options, geometry)
-        size = max(compute_block_bytes([spec], options.block_size, dtype) for spec in stored)
-        return SeatShape(size, cls._count_blocks(options, geometry, geometry.max_seq_len))
+        sizes: list[int] = [compute_block_bytes([spec], options.block_size, dtype) for spec in stored]
+        return max(sizes)
 
     @classmethod
     def _count_blocks(cls, options: Any, geometry: Geometry, num_tokens: int) -> int:
         """Return the most blocks of a sequence: while its tokens are moved, twice those of the tokens."""
         return 2 * -(-num_tokens // options.block_size) * sum(map(cls._count_parts, geometry.layers))
 
-    @property
-    def bytes_per_block(self) -> int:
-        """The bytes that a block takes in the arena."""
-        return self.pages_per_block * self.setup.arena.page_bytes
-
-    def bytes_for(self, num_tokens: int) -> int:
-        return self._count_blocks(self.options, self.setup.geometry, num_tokens) * self.bytes_per_block
-
     def _allocate(self, count: int) -> list[int] | None:
         """Return this number of new blocks; None if there is not enough memory."""
-        blocks: list[int] = []
-        while len(blocks) < count:
-            block = self.setup.arena.allocate(self.name, self.pages_per_block)
-            if block is None:
-                self._release(blocks)
-                return None
-            self._references[block] = 1
-            blocks.append(block)
+        blocks = self._region.allocate(count)
+        if blocks is not None:
+            self._references.update(blocks)
         return blocks
 
     def _release(self, blocks: list[int]) -> None:
@@ -260,7 +255,7 @@ class RandomDropCache(KVCache[DropSeat]):
             self._references[block] -= 1
             if not self._references[block]:
                 del self._references[block]
-                self.setup.arena.release(self.name, block, self.pages_per_block)
+                self._region.release([block])
         blocks.clear()
 
     # ---------------------------------------------------------------- seats
@@ -360,7 +355,7 @@ class RandomDropCache(KVCache[DropSeat]):
 
     def _locate(self, blocks: Sequence[int], indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return (block, slot within the block) of the tokens with these indices."""
-        at = torch.tensor(indices, dtype=torch.int64, device=self.setup.arena.memory.device)
+        at = torch.tensor(indices, dtype=torch.int64, device=self.setup.memory.device)
         return torch.tensor(blocks, dtype=torch.int64, device=at.device)[at // self.block_size], at % self.block_size
 
     # ---------------------------------------------------------------- reports
@@ -382,14 +377,14 @@ class RandomDropCache(KVCache[DropSeat]):
                     for i, block in enumerate(part.blocks):
                         slots = min(max(0, len(part.positions) - i * self.block_size), self.block_size)
                         full[block] = store.block_bytes * slots / self.block_size
-        reserved, used = len(self._references) * self.bytes_per_block, int(sum(full.values()))
-        return CacheUsage(len(self._seats), tokens, reserved, used, 0, reserved - used, self.limit_bytes)
+        reserved, used = len(self._references) * self._region.size, int(sum(full.values()))
+        return CacheUsage(len(self._seats), tokens, reserved, used, 0, reserved - used, self.setup.memory.limit_bytes)
 
     def blocks(self) -> Blocks:
         return Blocks(in_use=len(self._references), shared=sum(count > 1 for count in self._references.values()))
 
     def check_integrity(self) -> None:
-        assert self.setup.arena.num_held_pages(self.name) == len(self._references) * self.pages_per_block
+        assert self._region.num_held == len(self._references)
         parts = [part for seat in self._seats for part in seat.parts]
         assert Counter(block for part in parts for block in (*part.blocks, *part.spare)) == self._references
         for seat in self._seats:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from playwright.sync_api import Browser
 
 from tests.end_to_end.server_process import Server, serving
 from tests.end_to_end.ui.browser import running_chromium
+from tests.patience import PATIENCE
 
 TOKEN = "an admin token of these tests: pässwörd, ключ"  # is sent as UTF-8
 ADMIN = {b"Authorization": f"Bearer {TOKEN}".encode()}
@@ -36,6 +39,14 @@ window = 32
 kind = "compressed"
 budget = 64
 """
+
+
+def read_live(server: Server) -> dict[str, Any]:
+    """Return the live state as it is now: a command makes earlier answers old."""
+    url, body = f"{server.url}/v1/kv_cache/paged/clear", {"cache_salt": "of nobody"}
+    httpx.post(url, headers=ADMIN, json=body, timeout=PATIENCE).raise_for_status()
+    state: dict[str, Any] = httpx.get(f"{server.url}/v1/live", headers=ADMIN, timeout=PATIENCE).json()
+    return state
 
 
 @pytest.fixture(scope="package")

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.end_to_end.server_process import Server, eventually
 from tests.end_to_end.ui.browser import open_page
-from tests.end_to_end.ui.conftest import ADMIN, TOKEN
+from tests.end_to_end.ui.conftest import ADMIN, TOKEN, read_live
 from tests.patience import PATIENCE
 
 
@@ -68,23 +68,21 @@ def test_what_clients_have_chosen_is_shown_as_text(browser: Browser, server: Ser
         expect(page.locator("tbody")).to_contain_text("salt ⟨U+202E⟩␇<b>x")
 
 
-def test_the_details_of_a_page_are_shown(browser: Browser, server: Server) -> None:
+def test_the_details_of_a_block_are_shown(browser: Browser, server: Server) -> None:
     server.complete(prompt=[random.randrange(100, 1000) for _ in range(300)], max_tokens=1, kv_cache="paged")
-    cells = httpx.get(f"{server.url}/v1/live", headers=ADMIN, timeout=PATIENCE).json()["cells"]
-    owners = base64.b64decode(cells["owners"])
-    numbers = [i for i, owner in enumerate(owners) if owner and cells["instances"][owner - 1] == "paged"]
-    details = [
-        httpx.get(f"{server.url}/v1/live/pages/{number}", headers=ADMIN, timeout=PATIENCE).json() for number in numbers
-    ]
+    region = read_live(server)["regions"]["paged/0"]
+    states = base64.b64decode(region["states"])
+    base = f"{server.url}/v1/live/blocks/paged/0"
+    details = [httpx.get(f"{base}/{i}", headers=ADMIN, timeout=PATIENCE).json() for i in range(len(states))]
     known = next(each for each in reversed(details) if "prefix" in each)
     with open_page(browser, server.url, token=TOKEN) as page:
-        canvas = page.locator("canvas")
+        canvas = page.get_by_label(re.compile(r"^paged, .* squares$"))
         canvas.focus()
         page.keyboard.press("End")
-        for _ in range(len(owners) - 1 - known["page"]):
+        for _ in range(len(states) - 1 - known["block"]):
             page.keyboard.press("ArrowLeft")
-        text = page.locator("#page-details")
-        expect(text).to_contain_text(f"Page {known['page']:,} · paged")
+        text = page.locator("#block-details")
+        expect(text).to_contain_text(f"Block {known['block']:,} · paged · {region['what']}")
         last = known["first_token"] + known["tokens"] - 1
         expect(text).to_contain_text(f"tokens {known['first_token']:,} to {last:,} of its text")
         expect(text).to_contain_text(f"prefix {known['prefix'][:8]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 
 import httpx
@@ -11,7 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.end_to_end.server_process import PATIENCE, Server, eventually
 from tests.end_to_end.ui.browser import NARROW, VIEWS, WIDE, open_page, show
-from tests.end_to_end.ui.conftest import ADMIN, TOKEN
+from tests.end_to_end.ui.conftest import ADMIN, TOKEN, read_live
 from tests.end_to_end.ui.load import loaded
 
 SERIOUS = ("serious", "critical")
@@ -48,27 +49,30 @@ def test_the_memory_follows_the_load(browser: Browser, server: Server) -> None:
         expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
         with loaded(server.url):
             eventually(lambda: read_number(page, "requests") > 2)
-            expect(page.locator("#page-states")).to_contain_text("in_use")
+            expect(page.locator(".strip", has_text="in_use").first).to_be_visible()
             row = page.locator("tbody tr", has=page.get_by_text("window", exact=True)).first
             expect(row.locator("td.number").first).not_to_have_text("0 B")
         eventually(lambda: read_number(page, "requests") == 0)
 
 
-def test_the_grid_shows_what_the_api_says(browser: Browser, server: Server) -> None:
+def test_a_strip_shows_what_the_api_says(browser: Browser, server: Server) -> None:
     server.complete(prompt=list(range(100, 400)), max_tokens=1, kv_cache="paged")
-    state = httpx.get(f"{server.url}/v1/live", headers=ADMIN, timeout=PATIENCE).json()
+    state = read_live(server)
     with open_page(browser, server.url, token=TOKEN) as page:
-        canvas = page.locator("canvas")
-        pages = state["memory"]["bytes"] // state["memory"]["page_bytes"]
-        expect(canvas).to_have_attribute("aria-label", f"{pages} pages")
-        expect(page.locator("#page-states")).to_contain_text("idle")
+        strip = page.locator(".strip").nth([*state["regions"]].index("paged/0"))
+        details = page.locator("#block-details")
+        canvas, region = strip.locator("canvas"), state["regions"]["paged/0"]
+        num_blocks = len(base64.b64decode(region["states"]))
+        expect(canvas).to_have_attribute("aria-label", f"paged, {region['what']}: {num_blocks} squares")
+        expect(strip.get_by_role("heading")).to_contain_text(f"{region['held_blocks']:,} blocks of ")
+        expect(strip).to_contain_text("idle")
         canvas.focus()
         page.keyboard.press("End")
-        expect(page.locator("#page-details")).to_contain_text(f"Page {pages - 1:,}")
+        expect(details).to_contain_text(f"Block {num_blocks - 1:,} · paged")
         page.keyboard.press("ArrowLeft")
-        expect(page.locator("#page-details")).to_contain_text(f"Page {pages - 2:,}")
+        expect(details).to_contain_text(f"Block {num_blocks - 2:,} · paged")
         canvas.hover(position={"x": 4, "y": 4})
-        expect(page.locator("#page-details")).to_contain_text("Page 0 ·")
+        expect(details).to_contain_text("Block 0 ·")
 
 
 def test_room_for_more_is_what_the_api_says(browser: Browser, server: Server) -> None:

@@ -6,13 +6,18 @@ FaultyPagedCache has none by itself: tests give its subclasses some, for what on
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from cache_strategies.base import CacheSetup, KVCache
+from cache_strategies.base import CacheSetup
 from cache_strategies.contiguous import ContiguousCache, ContiguousOptions, ContiguousSeat
+from cache_strategies.memory import Memory
 from cache_strategies.paged.base import PagedOptions
 from cache_strategies.paged.cache import PagedCache
+from cache_strategies.types import Geometry, Sizes
 from tests.contract.third_party_strategy import SieveCache, SieveOptions
-from tests.engine.isolation.planted_faults import FAULTS
+from tests.engine.isolation.planted_faults import FAULTS, change_sizes
+
+_BUILT: WeakKeyDictionary[Memory, set[str]] = WeakKeyDictionary()  # names of the instances that were built
 
 
 def faulty(what: str, **options: Any) -> dict[str, Any]:
@@ -48,13 +53,17 @@ class FaultyCache(ContiguousCache):
     options_type = FaultyOptions
 
     def __init__(self, setup: CacheSetup, options: Any) -> None:
-        is_first = setup.name not in setup.arena._shares
-        KVCache.__init__(self, setup, options)  # the base class registers it in the arena
-        if options.fails_anew and not is_first:
-            setup.arena.allocate(setup.name)
+        built = _BUILT.setdefault(setup.memory.shared, set())
+        if options.fails_anew and setup.name in built:
+            setup.memory.region(64).allocate()
             raise SystemExit("planted")
+        built.add(setup.name)
         super().__init__(setup, options)
         plant(self, options.fault)
+
+    @classmethod
+    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
+        return change_sizes(super().sizes(options, geometry), options.fault, geometry.max_seq_len)
 
     def grow(self, seat: ContiguousSeat, num_tokens: int) -> bool:
         return super().grow(seat, num_tokens)  # a method of its own, which is called for each row

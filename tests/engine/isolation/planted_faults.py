@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from cache_strategies.base import KVCache, Plan, Row, Seat
-from cache_strategies.types import BlockEvents, Blocks, CacheUsage
+from cache_strategies.types import BlockEvents, Blocks, CacheUsage, Sizes
 from kernels.ops import KVLocation, QueryTap
+from kernels.store import KVStore
 
 Plant = Callable[[KVCache], None]
 Effect = Literal[
@@ -235,19 +235,47 @@ def with_slots(**fields: Callable[[Any], Any]) -> Plant:
 
 
 def _plant_foreign_blocks(cache: KVCache) -> None:
-    """Plant a fault: the addresses of the plan are in the first page that does not belong to the instance."""
-    right, arena = cache.plan, cache.setup.arena
+    """Plant a fault: the addresses of the plan are in a region of another instance."""
+    right, memory = cache.plan, cache.setup.memory.shared
 
     def wrong(rows: Any) -> Plan:
         plan = copy(right(rows))
         where = plan.kv_location(0)
         assert where is not None
-        page = next(page for page in range(arena.pages) if not arena.owns(cache.name, np.array([page])))
-        at = dataclasses.replace(where.at, table=torch.full_like(where.at.table, min(page, where.store.num_blocks - 1)))
-        plan.kv_location = lambda layer_idx: where._replace(at=at)  # type: ignore[method-assign]
+        other = next(name for name in memory.instances if name != cache.name and memory.list_regions(name))
+        layers = dict(enumerate(cache.setup.geometry.layers))
+        store = KVStore(memory.list_regions(other)[0], layers, where.store.block_size, where.store.dtype)
+        at = dataclasses.replace(where.at, table=torch.zeros_like(where.at.table))
+        plan.kv_location = lambda layer_idx: KVLocation(store, at, where.window)  # type: ignore[method-assign]
         return plan
 
     cache.plan = wrong  # type: ignore[method-assign]
+
+
+def with_property(name: str, read: Callable[[Any], Any]) -> Plant:
+    """Return a fault: a property has the value that `read` returns for the cache."""
+
+    def plant(cache: KVCache) -> None:
+        cls = type(cache)
+        cache.__class__ = type(cls.__name__, (cls,), {name: property(read)})
+
+    return plant
+
+
+# What is wrong with the numbers of blocks by region, for all lengths of texts but the longest
+COUNTED: Mapping[str, Callable[[int], Any]] = {
+    "sizes raise": lambda num_tokens: [1 // 0],
+    "sizes are None": lambda num_tokens: None,
+    "sizes are negative": lambda num_tokens: [-1],
+    "sizes are fractions": lambda num_tokens: [1.5],
+}
+
+
+def change_sizes(right: Sizes, fault: str, longest: int) -> Sizes:
+    """Return the sizes of an instance with a fault."""
+    if (wrong := COUNTED.get(fault)) is None:
+        return right
+    return right._replace(count_blocks=lambda n: right.count_blocks(n) if n == longest else wrong(n))
 
 
 def in_attend(run: Callable[[Any], None]) -> Plant:
@@ -354,9 +382,9 @@ DRAFTS = {"speculative_config": {"num_speculative_tokens": 4, "prompt_lookup_min
 FAULTS: Mapping[str, Fault] = {
     **{
         f"{name} raises": Fault(name, raising(name))
-        for name in ("open", "ready", "row_limit", "grow", "plan", "commit", "compact", "bytes_for")
+        for name in ("open", "ready", "row_limit", "grow", "plan", "commit", "compact")
     },
-    **{f"{name} returns None": Fault(name, ignoring(name)) for name in ("plan", "bytes_for")},
+    **{f"{name} returns None": Fault(name, ignoring(name)) for name in ("plan",)},
     **{f"{name} returns None": Fault(name, ignoring(name), "stalls") for name in ("ready", "grow")},
     "open ends the process": Fault("open", raising("open", SystemExit)),
     "plan is cancelled": Fault("plan", raising("plan", asyncio.CancelledError)),
@@ -387,8 +415,7 @@ FAULTS: Mapping[str, Fault] = {
     },
     **{f"compact dropped {value}": Fault("compact", ignoring("compact", value), "own") for value in (10_000, 1)},
     "compact drops nothing": Fault("compact", ignoring("compact", 0), "none"),
-    "bytes_for is negative": Fault("bytes_for", ignoring("bytes_for", -1)),
-    "bytes_for is a fraction": Fault("bytes_for", ignoring("bytes_for", 1.5)),
+    **{what: Fault("sizes", lambda cache: None) for what in COUNTED},  # planted in the class
     "a position before the text": Fault("plan", at_position(-1)),
     "a position beyond those of the model": Fault("plan", at_position(10**6)),
     "a position that is a tensor": Fault("plan", at_position(torch.tensor(0)), "own"),
@@ -446,22 +473,21 @@ FAULTS: Mapping[str, Fault] = {
             "usage",
             "blocks",
             "collect_block_events",
-            "idle_pages",
-            "pinned_pages",
+            "pinned_blocks",
             "token_budget",
         )
     },
+    "idle_bytes raises": Fault("idle_bytes", with_property("idle_bytes", _fail), "quiet"),
     "count_dropped_tokens raises": Fault("count_dropped_tokens", raising("count_dropped_tokens"), "own"),
     "poll ends the process": Fault("poll", raising("poll", SystemExit), "quiet"),
-    "bytes_for fails after the first seat": Fault("bytes_for", after_use("bytes_for", None), "quiet"),
     "usage returns None": Fault("usage", ignoring("usage"), "quiet"),
     "usage has words": Fault("usage", ignoring("usage", _count_of_words(CacheUsage)), "quiet"),
     "usage has NaN": Fault("usage", ignoring("usage", CacheUsage(*_any([math.nan] * 7))), "quiet"),
     "blocks returns a number": Fault("blocks", ignoring("blocks", 3), "quiet"),
     "blocks has words": Fault("blocks", ignoring("blocks", _count_of_words(Blocks)), "quiet"),
-    "idle_pages returns a word": Fault("idle_pages", ignoring("idle_pages", "many"), "quiet"),
-    "pinned_pages returns a number": Fault("pinned_pages", ignoring("pinned_pages", 3), "quiet"),
-    "pinned_pages raises while it is read": Fault("pinned_pages", replaced("pinned_pages", _fail_late), "quiet"),
+    "idle_bytes is a word": Fault("idle_bytes", with_property("idle_bytes", lambda cache: "many"), "quiet"),
+    "pinned_blocks returns a number": Fault("pinned_blocks", ignoring("pinned_blocks", 3), "quiet"),
+    "pinned_blocks raises while it is read": Fault("pinned_blocks", replaced("pinned_blocks", _fail_late), "quiet"),
     "events are a word": Fault("collect_block_events", ignoring("collect_block_events", "events"), "quiet"),
     "events have words": Fault(
         "collect_block_events", ignoring("collect_block_events", _count_of_words(BlockEvents)), "quiet"
@@ -482,9 +508,9 @@ FAULTS: Mapping[str, Fault] = {
         for value in ("all", 0.5, -1, 10_000)
     },
     "token_budget is 1": Fault("token_budget", ignoring("token_budget", 1), "own"),
-    "reclaim raises": Fault("reclaim", raising("reclaim"), "quiet"),
-    "reclaim frees nothing": Fault("reclaim", ignoring("reclaim", 1), "quiet"),
-    "idle_pages promises all": Fault("idle_pages", ignoring("idle_pages", 1_000_000), "none"),
+    "evict raises": Fault("evict", raising("evict"), "quiet"),
+    "evict frees nothing": Fault("evict", ignoring("evict", 1), "quiet"),
+    "idle_bytes promises all": Fault("idle_bytes", with_property("idle_bytes", lambda cache: 1 << 40), "none"),
     "fork raises": Fault("fork", raising("fork"), "quiet", body=TWO),
     "fork returns the same seat": Fault("fork", replaced("fork", lambda seat: seat), "quiet", body=TWO),
     "fork returns a word": Fault("fork", ignoring("fork", "child"), "quiet", body=TWO),

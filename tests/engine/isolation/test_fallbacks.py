@@ -164,7 +164,7 @@ def test_requests_that_wait_are_moved_when_a_quarantine_begins_and_those_that_ru
             assert heard.tokens == reference.greedy(prompt, 20)
             assert heard.admitted is not None
             assert heard.admitted.reason == "fallback of bad"
-    assert driver.core.arena.num_held_pages("bad") == 0
+    assert driver.core.memory.get_held_bytes("bad") == 0
 
 
 @pytest.mark.parametrize("what", ["open raises", "plan raises", "commit raises"])

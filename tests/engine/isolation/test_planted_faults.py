@@ -27,7 +27,7 @@ from tests.engine.isolation.planted_faults import FAULTS, select
 COUNT = 6  # tokens of each answer
 ROUNDS = 3
 CODES = {"strategy_failed", "strategy_quarantined", "not_a_number"}
-NEVER_CALLED_HERE = {"usage", "blocks", "pinned_pages", "reclaim"}  # for operators only, or for lack of memory
+NEVER_CALLED_HERE = {"usage", "blocks", "pinned_blocks", "evict"}  # for operators only, or for lack of memory
 
 
 class Tolerant(Driver):
@@ -143,7 +143,7 @@ def test_a_strategy_that_cannot_be_built_anew_stays_in_quarantine_and_holds_no_m
     assert isolation.quarantined == ["bad"]
     with pytest.raises(StrategyError, match=r"failed in __init__\(\): SystemExit: planted"):
         isolation.end_quarantine("bad")
-    assert driver.core.arena.num_held_pages("bad") == 0
+    assert driver.core.memory.get_held_bytes("bad") == 0
     assert isolation.quarantined == ["bad"]
     heard = driver.submit("good", prompt, COUNT, kv_cache="good")
     driver.run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,6 @@ SETTINGS: dict[str, Any] = {
     "strategy_timeout": TIMEOUT,
     "kv_overcommit": 100.0,
 }
-
-
-class Owning:
-    """An owner of pages of the arena, none of which are idle."""
-
-    def idle_pages(self) -> int:
-        return 0
-
-    def reclaim(self, pages: int) -> int:
-        return 0
-
-    def pinned_pages(self) -> Collection[int]:
-        return ()
 
 
 @pytest.fixture
@@ -59,23 +45,22 @@ def test_memory_that_a_step_frees_is_offered_before_a_strategy_is_blamed(driver:
 
 
 def test_memory_that_others_free_unnoticed_is_no_fault_of_a_strategy_that_was_refused_before(tiny: Path) -> None:
-    """As when another strategy takes a page of its own and evicts one beside free ones: no sequence has ended."""
+    """As when another strategy evicts more than it takes: no sequence has ended."""
     least = least_memory(tiny, **SETTINGS)
     driver = Driver(tiny, **SETTINGS, kv_memory=str(2 * least))
-    arena = driver.core.arena
+    memory = driver.core.memory
     driver.submit("first", random_prompt(10, seed=1), LONG, kv_cache="holder")
     driver.step()
-    arena.register_owner("another", Owning())
-    pages = [arena.allocate("another") for _ in range(arena.num_free_pages)]
+    region = memory.add_instance("another").region(64)
+    blocks = region.allocate(memory.free_bytes // 64)
+    assert blocks is not None
     waiting = driver.submit("second", random_prompt(10, seed=2), 3, kv_cache="ring")
     driver.step()
     assert driver.waiting() == ["second"]
     time.sleep(TIMEOUT)
     for _ in range(MIN_STEPS + 5):
         driver.step()
-    for page in pages:
-        assert page is not None
-        arena.release("another", page)
+    region.release(blocks)
     driver.run()
     assert waiting.failed is None
     assert len(waiting.tokens) == 3

@@ -43,11 +43,11 @@ def test_two_prompts_with_a_common_beginning_are_children_of_it(tiny: Path) -> N
     assert trees.keys() == {"paged"}, "others have no shared prefixes"
     assert trees["paged"]["omitted"] == 0
     parent, *children = trees["paged"]["prefixes"]
-    page = driver.core.arena.page_bytes
+    size = driver.block_bytes()
     assert {name: value for name, value in parent.items() if name not in ("id", "age_seconds")} == {
         "first_token": 0,
         "tokens": 20,
-        "bytes": 5 * page,
+        "bytes": 5 * size,
         "references": 1,
         "hits": 1,
         "pins": [pin["id"]],

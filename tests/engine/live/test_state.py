@@ -1,9 +1,11 @@
-"""The live state of an engine agrees with the arena, the caches and the scheduler, whatever a strategy does."""
+"""The live state of an engine agrees with the memory's books, the caches and the queue, whatever a strategy does."""
 
 from __future__ import annotations
 
 import base64
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cache_strategies.types import PageState
+from cache_strategies.memory import Region
+from cache_strategies.types import BlockState, Geometry, Sizes
 from server.engine.admin import run_command
 from server.engine.ipc.messages import PinPrefix
-from server.engine.live import pages
+from server.engine.live import blocks
 from server.engine.live import state as live_state
 from server.engine.live.state import describe_live
 from tests.engine.engine_driver import Driver, strategies
@@ -31,33 +34,34 @@ def read_live(driver: Driver) -> dict[str, Any]:
     return state
 
 
-def read_cells(state: dict[str, Any]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return (owners, states) of the cells."""
-    owners, states = (np.frombuffer(base64.b64decode(state["cells"][n]), np.uint8) for n in ("owners", "states"))
-    assert len(owners) == len(states)
-    return owners, states
+def read_states(region: dict[str, Any]) -> NDArray[np.uint8]:
+    return np.frombuffer(base64.b64decode(region["states"]), np.uint8)
 
 
 def count_states(state: dict[str, Any], instance: str) -> dict[str, int]:
-    """Return how many cells of an instance are in each state."""
-    owners, states = read_cells(state)
-    own = states[owners == state["cells"]["instances"].index(instance) + 1]
-    names = state["cells"]["state_names"]
-    return {names[value]: int((own == value).sum()) for value in sorted(set(own.tolist()))}
+    """Return how many blocks that an instance holds in its first region are in each state."""
+    found = Counter(read_states(state["regions"][f"{instance}/0"]).tolist())
+    return {state["block_states"][value]: count for value, count in sorted(found.items()) if value != BlockState.FREE}
 
 
 class FaultyCache(FaultyPagedCache):
     """A paged cache that goes wrong where only the live state asks."""
 
-    def bytes_for(self, num_tokens: int) -> int:
-        if self.fault == "long texts" and num_tokens > 300:
-            raise RuntimeError("planted")
-        return super().bytes_for(num_tokens)
+    @classmethod
+    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
+        sizes = super().sizes(options, geometry)
 
-    def mark_pages(self, states: Any) -> None:
-        if self.fault == "long texts":
-            return super().mark_pages(states)
-        states.fill_(77 if self.fault == "writes nonsense" else int(PageState.PINNED))
+        def count_blocks(num_tokens: int) -> Sequence[int]:
+            if options.fault == "one length" and num_tokens == 256:
+                raise RuntimeError("planted")
+            return sizes.count_blocks(num_tokens)
+
+        return sizes._replace(count_blocks=count_blocks)
+
+    def mark_blocks(self, region: Region, states: Any) -> None:
+        if self.fault == "one length":
+            return super().mark_blocks(region, states)
+        states.fill_(77 if self.fault == "writes nonsense" else int(BlockState.PINNED))
         if self.fault == "raises":
             raise RuntimeError("planted")
 
@@ -68,10 +72,10 @@ def with_fault(fault: str) -> dict[str, Any]:
     }
 
 
-def test_a_strategy_that_cannot_say_what_long_texts_take_goes_on(tiny: Path) -> None:
-    driver = Driver(tiny, **with_fault("long texts") | {"max_seq_len": 400})
+def test_a_strategy_that_cannot_say_what_some_texts_take_goes_on(tiny: Path) -> None:
+    driver = Driver(tiny, **with_fault("one length") | {"max_seq_len": 400})
     for _ in range(9):
-        assert read_live(driver)["instances"]["paged"]["fits"].keys() == {"256"}
+        assert read_live(driver)["instances"]["paged"]["fits"].keys() == {"400"}
     assert driver.core.isolation.collect_faults() == {"paged": 9}
     assert not driver.core.isolation.quarantined, "no request has asked for it"
     driver.submit("one", PROMPT, 3, kv_cache="paged")
@@ -79,7 +83,7 @@ def test_a_strategy_that_cannot_say_what_long_texts_take_goes_on(tiny: Path) -> 
     assert len(driver.heard["one"].tokens) == 3
 
 
-def test_cells_requests_and_instances_of_a_busy_engine(tiny: Path) -> None:
+def test_blocks_requests_and_instances_of_a_busy_engine(tiny: Path) -> None:
     driver = Driver(tiny, **SETTINGS)
     driver.submit("first", PROMPT, 4, kv_cache="paged")
     driver.run()
@@ -88,16 +92,18 @@ def test_cells_requests_and_instances_of_a_busy_engine(tiny: Path) -> None:
     driver.submit("ring", PROMPT[:5], 9, kv_cache="sliding_window", priority=3)
     driver.step(), driver.step()
     driver.submit("late", PROMPT[:5], 9, kv_cache="contiguous")
-    state, arena = read_live(driver), driver.core.arena
-    owners, states = read_cells(state)
-    assert len(owners) == arena.pages
-    assert state["cells"]["pages_per_cell"] == 1
-    for number, name in enumerate(state["cells"]["instances"], 1):
-        assert (owners == number).sum() == arena.num_held_pages(name)
-    assert ((owners == 0) == (states == PageState.FREE)).all()
-    assert (states == PageState.FREE).sum() == arena.num_free_pages
-    blocks = state["instances"]["paged"]["blocks"]
-    assert count_states(state, "paged") == {"idle": blocks["idle"], "in_use": 9, "pinned": 2}
+    state, memory = read_live(driver), driver.core.memory
+    for name in driver.core.instances:
+        own = [each for each in state["regions"].values() if each["instance"] == name]
+        assert [each["what"] for each in own] == [each.what for each in memory.list_regions(name)]
+        assert all(each["blocks_per_cell"] == 1 for each in own)
+        held = [int((read_states(each) != BlockState.FREE).sum()) for each in own]
+        assert held == [each["held_blocks"] for each in own]
+        assert sum(n * each["block_bytes"] for n, each in zip(held, own, strict=True)) == memory.get_held_bytes(name)
+    held_bytes = sum(each["held_blocks"] * each["block_bytes"] for each in state["regions"].values())
+    assert held_bytes == state["memory"]["bytes"] - state["memory"]["free_bytes"] == memory.held_bytes > 0
+    by_state = state["instances"]["paged"]["blocks"]
+    assert count_states(state, "paged") == {"idle": by_state["idle"], "in_use": 9, "pinned": 2}
     assert list(count_states(state, "sliding_window")) == ["in_use"]
     requests = {each["id"]: each for each in state["requests"].values()}
     one, late = requests["one"], requests["late"]
@@ -122,18 +128,17 @@ def test_no_member_is_null_so_that_changes_can_be_merged(tiny: Path) -> None:
     assert "null" not in json.dumps(describe_live(driver.engine))
 
 
-def test_a_large_arena_is_sampled(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_of_many_blocks_is_sampled(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(tiny, **SETTINGS)
     driver.submit("one", PROMPT, 9, kv_cache="paged")
     driver.step()
-    owners, states = read_cells(read_live(driver))
-    monkeypatch.setattr(pages, "MAX_CELLS", 50)
-    state = read_live(driver)
-    step = state["cells"]["pages_per_cell"]
-    assert step == -(-driver.core.arena.pages // 50)
-    fewer_owners, fewer_states = read_cells(state)
-    assert (fewer_owners == owners[::step]).all()
-    assert (fewer_states == states[::step]).all()
+    states = read_states(read_live(driver)["regions"]["paged/0"])
+    monkeypatch.setattr(blocks, "MAX_CELLS", 5)
+    region = read_live(driver)["regions"]["paged/0"]
+    step = region["blocks_per_cell"]
+    assert step == -(-len(states) // 5) > 1
+    assert (read_states(region) == states[::step]).all()
+    assert region["held_blocks"] == (states != BlockState.FREE).sum()
 
 
 def test_many_requests_are_listed_in_part(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,15 +171,15 @@ def test_as_many_texts_fit_as_it_says(tiny: Path, name: str) -> None:
         cache.close(seat)
 
 
-@pytest.mark.parametrize("fault", ["raises", "writes nonsense", "marks pages of others"])
+@pytest.mark.parametrize("fault", ["raises", "writes nonsense", "marks free blocks"])
 def test_a_strategy_that_marks_wrongly_hurts_no_other(tiny: Path, fault: str) -> None:
     driver = Driver(tiny, **with_fault(fault))
     driver.submit("one", PROMPT, 9, kv_cache="paged")
     driver.submit("ring", PROMPT[:5], 9, kv_cache="sliding_window")
     driver.step()
     state = read_live(driver)
-    expected = "pinned" if fault == "marks pages of others" else "in_use"
-    assert list(count_states(state, "paged")) == [expected]
+    expected, held = "pinned" if fault == "marks free blocks" else "in_use", state["regions"]["paged/0"]["held_blocks"]
+    assert count_states(state, "paged") == {expected: held}
     assert list(count_states(state, "sliding_window")) == ["in_use"]
     driver.run()
     assert driver.heard["ring"].finish_reason == driver.heard["one"].finish_reason == "length"

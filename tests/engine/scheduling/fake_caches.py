@@ -11,23 +11,26 @@ from cache_strategies.types import NO_SALT, CacheUsage, Contract, Geometry, Salt
 
 
 class Memory:
-    """A number of tokens that caches share; a token is one byte. It is the arena of their instances."""
+    """A number of tokens that caches share; a token is one byte. It is the memory of their instances."""
 
     def __init__(self, total: int) -> None:
         self.total = self.free = total
-        self.num_refusals, self.page_bytes = 0, 1
+        self.num_refusals = 0
         self.caches: dict[str, FakeCache] = {}
 
-    def register_owner(self, name: str, owner: object) -> None:
-        """Do nothing: nothing is reclaimed."""
+    def set_owner(self, name: str, owner: object) -> None:
+        """Do nothing: nothing is evicted."""
 
-    def capacity(self, name: str) -> int:
+    def get_capacity(self, name: str) -> int:
         return self.caches[name].limit
 
-    def at_limit(self, name: str) -> bool:
+    def count_sequence_bytes(self, name: str, num_tokens: int) -> int:
+        return self.caches[name].bytes_for(num_tokens)
+
+    def is_at_limit(self, name: str) -> bool:
         return self.caches[name].held >= self.caches[name].limit
 
-    def draining(self, name: str) -> bool:
+    def is_draining(self, name: str) -> bool:
         return False
 
     def take(self, count: int, limit: int) -> bool:
@@ -77,7 +80,9 @@ class FakeCache(KVCache):
         self._name, self.memory, self._reserve, self._lazy = name, memory, reserve, lazy
         self.limit = memory.total if limit is None else limit
         memory.caches[name] = self
-        self.setup: Any = SimpleNamespace(arena=memory, geometry=SimpleNamespace(max_seats=1000))
+        self.setup: Any = SimpleNamespace(
+            memory=SimpleNamespace(shared=memory), geometry=SimpleNamespace(max_seats=1000)
+        )
 
     @property
     def name(self) -> str:
@@ -126,7 +131,7 @@ class FakeCache(KVCache):
 
     # ---------------------------------------------------------------- of no concern to a scheduler
     @classmethod
-    def seat_shape(cls, options: Any, geometry: Geometry) -> NoReturn:
+    def sizes(cls, options: Any, geometry: Geometry) -> NoReturn:
         raise NotImplementedError
 
     def crop(self, seat: Seat, length: int) -> NoReturn:

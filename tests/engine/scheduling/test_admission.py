@@ -16,16 +16,14 @@ SETTINGS: dict[str, Any] = {
     "max_seq_len": 64,
     "max_num_seqs": 8,
 }
-LONGEST = 8  # pages
+LONGEST = 8  # blocks
 
 
-def of_pages(tiny: Path, pages: int, **settings: Any) -> Driver:
-    """Return an engine whose arena has `pages` pages of 8 tokens."""
+def of_blocks(tiny: Path, blocks: int, **settings: Any) -> Driver:
+    """Return an engine with memory for `blocks` blocks of 8 tokens."""
     sized = SETTINGS | settings
-    page = Driver(tiny, **sized).core.arena.page_bytes
-    driver = Driver(tiny, **sized, kv_memory=str(pages * page))
-    assert driver.core.arena.pages == pages
-    return driver
+    size = Driver(tiny, **sized).block_bytes()
+    return Driver(tiny, **sized, kv_memory=str(blocks * size))
 
 
 def refusal(driver: Driver, prompt: int, max_tokens: int, **options: Any) -> Failed:
@@ -48,13 +46,13 @@ def test_more_than_the_context_is_refused(tiny: Path) -> None:
 
 def test_more_than_the_instance_may_ever_hold_is_refused(tiny: Path) -> None:
     limited = strategies(paged={"kind": "paged", "block_size": 8}, small={"kind": "paged", "limit": "80%"})
-    driver = of_pages(tiny, 16, strategies=limited)
-    arena = driver.core.arena
-    arena.set_share("small", floor=0, limit=6)  # less than start-up would allow
+    driver = of_blocks(tiny, 16, strategies=limited)
+    size = driver.block_bytes("small")
+    driver.core.memory.set_share("small", floor=0, limit=size)  # less than start-up would allow
     failed = refusal(driver, 50, 4, kv_cache="small")
     assert (failed.status, failed.code) == (400, "context_length_exceeded")
-    assert f"needs {8 * arena.page_bytes} bytes of KV memory" in failed.message
-    assert f"strategy 'small' may hold {6 * arena.page_bytes}" in failed.message
+    assert f"needs {2 * size} bytes of KV memory" in failed.message
+    assert f"strategy 'small' may hold {size}" in failed.message
     assert driver.submit("elsewhere", random_prompt(50), 4, kv_cache="paged").failed is None
     driver.run()
 
@@ -88,7 +86,7 @@ def test_an_unknown_instance_is_refused(tiny: Path) -> None:
 def test_requests_run_while_what_they_can_come_to_is_within_the_overcommit(
     tiny: Path, overcommit: float, at_once: int
 ) -> None:
-    driver = of_pages(tiny, 2 * LONGEST, kv_overcommit=overcommit)
+    driver = of_blocks(tiny, 2 * LONGEST, kv_overcommit=overcommit)
     for i in range(8):
         driver.submit(str(i), random_prompt(6, seed=i), 58)
     driver.step()
@@ -96,15 +94,15 @@ def test_requests_run_while_what_they_can_come_to_is_within_the_overcommit(
 
 
 def test_one_request_runs_whatever_the_overcommit(tiny: Path) -> None:
-    driver = of_pages(tiny, LONGEST, kv_overcommit=1)
+    driver = of_blocks(tiny, LONGEST, kv_overcommit=1)
     heard = driver.submit("r", random_prompt(10), 54)
     driver.run()
     assert len(heard.tokens) == 54
 
 
 def test_a_long_one_is_not_starved_by_small_ones_of_another_instance(tiny: Path, reference: Reference) -> None:
-    """A contiguous request needs all memory in one run; small requests keep arriving, and overtake it for a while."""
-    driver = of_pages(tiny, LONGEST + 2)
+    """A contiguous request needs nearly all memory; small requests keep arriving, and overtake it for a while."""
+    driver = of_blocks(tiny, LONGEST + 2)
     for i in range(4):
         driver.submit(f"small {i}", random_prompt(5, seed=i), 4, kv_cache="paged")
     driver.step()
@@ -123,7 +121,7 @@ def test_a_long_one_is_not_starved_by_small_ones_of_another_instance(tiny: Path,
 
 
 def test_an_instance_without_room_does_not_hold_up_the_others(tiny: Path) -> None:
-    driver = of_pages(tiny, LONGEST + 2)
+    driver = of_blocks(tiny, LONGEST + 2)
     driver.submit("first", random_prompt(9), 20, kv_cache="contiguous")
     driver.submit("second", random_prompt(9), 2, kv_cache="contiguous")
     driver.submit("third", random_prompt(9), 2, kv_cache="paged")
@@ -133,24 +131,24 @@ def test_an_instance_without_room_does_not_hold_up_the_others(tiny: Path) -> Non
 
 
 def test_a_share_that_comes_back_serves_who_has_waited_for_it(tiny: Path) -> None:
-    driver = of_pages(tiny, LONGEST + 2)
+    driver = of_blocks(tiny, LONGEST + 2)
     heard = driver.submit("r", random_prompt(20), 5, kv_cache="paged")
-    driver.core.arena.set_share("paged", floor=0, limit=0)
+    driver.core.memory.set_share("paged", floor=0, limit=0)
     for _ in range(3):
         assert driver.core.step().report.rows == 0
-    driver.core.arena.set_share("paged", floor=0, limit=LONGEST)
+    driver.core.memory.set_share("paged", floor=0, limit=LONGEST * driver.block_bytes())
     driver.run()
     assert heard.finish_reason == "length"
 
 
 def test_rules_see_how_much_memory_is_in_use_and_idle_memory_is_not(tiny: Path) -> None:
     rules = [{"use": "contiguous", "kv_usage_above": 0.3}]
-    driver = of_pages(tiny, 2 * LONGEST, rules=rules)
+    driver = of_blocks(tiny, 2 * LONGEST, rules=rules)
     driver.submit("first", random_prompt(49), 8)
     driver.step()
     driver.submit("second", random_prompt(5), 2)
     driver.run()
-    assert driver.core.instances["paged"].usage().idle > 0.3 * driver.core.arena.pages * driver.core.arena.page_bytes
+    assert driver.core.instances["paged"].usage().idle > 0.3 * driver.core.memory.total_bytes
     driver.submit("third", random_prompt(6), 2)
     driver.run()
     admitted = [heard.admitted for heard in driver.heard.values()]
@@ -176,7 +174,9 @@ def test_among_those_who_wait_a_lower_number_comes_first_then_who_came_first(tin
 def test_a_higher_priority_takes_the_place_of_the_last_lower_one(
     tiny: Path, reference: Reference, instance: str, full: str
 ) -> None:
-    driver = of_pages(tiny, 3 * LONGEST if full == "memory" else 9 * LONGEST, max_num_seqs=8 if full == "memory" else 3)
+    driver = of_blocks(
+        tiny, 3 * LONGEST if full == "memory" else 9 * LONGEST, max_num_seqs=8 if full == "memory" else 3
+    )
     for i in range(3):
         driver.submit(f"low {i}", random_prompt(58, seed=i), 5, kv_cache="contiguous", priority=5)
     driver.step()
@@ -194,7 +194,7 @@ def test_a_higher_priority_takes_the_place_of_the_last_lower_one(
 
 
 def test_equal_priorities_never_take_turns(tiny: Path) -> None:
-    driver = of_pages(tiny, LONGEST)
+    driver = of_blocks(tiny, LONGEST)
     driver.submit("first", random_prompt(20, seed=1), 20, kv_cache="contiguous", priority=3)
     driver.submit("second", random_prompt(20, seed=2), 20, kv_cache="paged", priority=3)
     driver.submit("third", random_prompt(20, seed=3), 20, kv_cache="sliding_window", priority=3)
@@ -208,7 +208,7 @@ def test_nobody_gives_way_in_vain(tiny: Path) -> None:
     limited = strategies(
         paged={"kind": "paged", "block_size": 8}, contiguous={"kind": "contiguous", "limit": f"{100 * 10 // 24}%"}
     )
-    driver = of_pages(tiny, 24, strategies=limited)
+    driver = of_blocks(tiny, 24, strategies=limited)
     driver.submit("low", random_prompt(20), 30, kv_cache="paged", priority=9)
     driver.submit("high", random_prompt(21), 10, kv_cache="contiguous", priority=0)
     driver.step()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from cache_strategies.arena import Arena
 from kernels.metal import attention, backend
 from kernels.metal.attention import SPLIT
 from kernels.metal.backend import MAX_COPY_PAIRS, MetalOps
@@ -19,7 +18,7 @@ from kernels.metal.library import Kernels
 from kernels.metal.runtime import load_emulated
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
-from kernels.store import KVStore, compute_block_bytes
+from kernels.store import KVStore, Pages, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 from tests.kernels.quantized_weights import quantize_as_mlx
 from tests.kernels.sparse_memory import sparse_memory
@@ -79,9 +78,9 @@ def test_many_long_texts_are_summed_some_at_a_time(ops: MetalOps, monkeypatch: p
 
 
 def test_many_blocks_are_copied_in_several_launches(ops: MetalOps) -> None:
-    arena = Arena(2 * MAX_COPY_PAIRS + 20, 128)
-    store = KVStore(arena, [LayerSpec(1, 1, 16, 16)], 1, torch.float32)
-    arena.memory.copy_(torch.randint(0, 255, arena.memory.shape).byte())
+    pages = Pages(2 * MAX_COPY_PAIRS + 20, 128)
+    store = KVStore(pages, [LayerSpec(1, 1, 16, 16)], 1, torch.float32)
+    pages.memory.copy_(torch.randint(0, 255, pages.memory.shape).byte())
     before, half = store.blocks.clone(), MAX_COPY_PAIRS + 10
     ops.copy_blocks(store, list(range(half)), list(range(half, 2 * half)))
     assert torch.equal(store.blocks[half : 2 * half], before[:half])
@@ -91,9 +90,9 @@ def test_many_blocks_are_copied_in_several_launches(ops: MetalOps) -> None:
 def test_a_large_block_is_copied_in_several_launches(ops: MetalOps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "MAX_COPY_UNITS", 300)  # units: of three launches the last one copies less
     spec = LayerSpec(1, 1, 16, 16)
-    arena = Arena(6, compute_block_bytes([spec], 100, torch.float32) + 128)
-    store = KVStore(arena, [spec], 100, torch.float32)
-    arena.memory.copy_(torch.randint(0, 255, arena.memory.shape).byte())
+    pages = Pages(6, compute_block_bytes([spec], 100, torch.float32) + 128)
+    store = KVStore(pages, [spec], 100, torch.float32)
+    pages.memory.copy_(torch.randint(0, 255, pages.memory.shape).byte())
     before = store.blocks.clone()
     ops.copy_blocks(store, [0, 5], [4, 1])
     for block, source in enumerate((0, 5, 2, 3, 0, 5)):
@@ -104,7 +103,7 @@ def test_a_large_block_is_copied_in_several_launches(ops: MetalOps, monkeypatch:
 def test_a_page_may_have_more_than_32_gib(ops: MetalOps) -> None:
     """That is 2^31 copy units and more."""
     page = 33 << 30
-    store = KVStore(Arena(3, page, memory=sparse_memory(3 * page)), [LayerSpec(1, 1, 16, 16)], 4, torch.float32)
+    store = KVStore(Pages(3, page, memory=sparse_memory(3 * page)), [LayerSpec(1, 1, 16, 16)], 4, torch.float32)
     store.blocks[1, : store.block_bytes] = torch.randint(1, 255, (store.block_bytes,)).byte()
     ops.copy_blocks(store, [1], [2])
     assert torch.equal(store.blocks[2, : store.block_bytes], store.blocks[1, : store.block_bytes])

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from cache_strategies import registry
-from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache, Row, Seat
 from cache_strategies.block_table import BlockTableCache
+from cache_strategies.memory import find_space, make_memory
 from cache_strategies.types import Geometry
 from config.settings import StrategySettings
 from kernels.metal.backend import MetalOps
@@ -48,8 +48,8 @@ def _cache(ops: MetalOps) -> KVCache:
     geometry = Geometry([PHI4] * LAYERS, torch.float32, max_seats=1, max_seq_len=16_384, max_num_batched_tokens=CHUNK)
     options = {"kind": "sliding_window", "window": WINDOW, "sinks": SINKS}
     instances = registry.resolve_instances({"ring": StrategySettings.model_validate(options)})
-    pages = registry.sequence_pages(instances, geometry)
-    caches = registry.build_caches(instances, geometry, Arena(pages, registry.page_bytes(instances, geometry)), ops)
+    memory = make_memory(registry.compute_sequence_bytes(instances, geometry, find_space("cpu").round_block))
+    caches = registry.build_caches(instances, geometry, memory, ops)
     cache = caches["ring"]
     assert isinstance(cache, BlockTableCache)
     assert cache.ring == WINDOW + CHUNK - 1

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 import kernels.backends as loading
-from cache_strategies.arena import Arena
 from config.errors import SettingsError
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.check import check_ops
 from kernels.selfcheck.check_memory import find_memory_fault
 from kernels.selfcheck.op_db import OPS
-from kernels.store import KVStore, compute_block_bytes
+from kernels.store import KVStore, Pages, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 from tests.engine.engine_driver import Driver
 from tests.kernels.backend_matrix import BACKENDS, NAMES
@@ -31,7 +30,7 @@ CPU = torch.device("cpu")
 
 def _store(tokens: int, kept: torch.dtype, pages: int = 7, run: int = 1) -> KVStore:
     page = -(-compute_block_bytes(LAYERS, tokens, kept) // run // 64) * 64
-    return KVStore(Arena(pages, page), LAYERS, tokens, kept)
+    return KVStore(Pages(pages, page), LAYERS, tokens, kept)
 
 
 @pytest.mark.parametrize("run", [1, 3])
@@ -48,7 +47,7 @@ def test_what_is_right_passes(backend: str, dtype: torch.dtype, tokens: int, run
 @pytest.mark.parametrize("backend", NAMES)
 def test_blocks_of_single_heads_pass(backend: str, kept: torch.dtype, tokens: int) -> None:
     page = compute_block_bytes([spec._replace(num_kv_heads=1) for spec in LAYERS], tokens, kept)
-    store = KVStore(Arena(7, page), LAYERS, tokens, kept, split_heads=True)
+    store = KVStore(Pages(7, page), LAYERS, tokens, kept, split_heads=True)
     assert store.blocks_per_token == 2
     assert find_memory_fault(BACKENDS[backend](), store, [5, 2], LAYERS, torch.float32) is None
     fault = find_memory_fault(BACKENDS[backend](), store, [5, 5], LAYERS, torch.float32)
@@ -92,7 +91,7 @@ def test_what_is_wrong_far_away_alone_is_found(operations: tuple[str, ...], foun
     ops = Near(1 << 18, *operations)
     assert [verdict.fault for verdict in check_ops(ops, torch.float32, CPU)] == [None] * len(OPS)
     near, far = (
-        KVStore(Arena(7, compute_block_bytes(SAME, tokens, torch.float32)), SAME, tokens, torch.float32)
+        KVStore(Pages(7, compute_block_bytes(SAME, tokens, torch.float32)), SAME, tokens, torch.float32)
         for tokens in (16, 900)
     )
     assert find_memory_fault(ops, near, [6], SAME, torch.float32) is None

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from cache_strategies import registry
-from cache_strategies.arena import Arena
 from cache_strategies.base import Row
 from cache_strategies.compressed.cache import CompressedCache, CompressedPlan
 from cache_strategies.compressed.options import make_scorer
 from cache_strategies.compressed.seat import CompressedSeat
+from cache_strategies.memory import find_space, make_memory
 from cache_strategies.scorers import list_scorers
 from cache_strategies.scorers.base import Past, Scorer
 from cache_strategies.types import Geometry
@@ -124,9 +124,8 @@ def build_cache(name: str, shape: Shape, ops: Ops, rounds: int) -> CompressedCac
         settings = {"kind": STREAMING, "window": min(STREAMING_WINDOW, shape.budget), "every": shape.every}
     instances = registry.resolve_instances({"it": StrategySettings(**settings)})
     geometry = Geometry(list(make_layers(shape, ops, length)), shape.dtype, 1, length, length)
-    page = registry.page_bytes(instances, geometry)
-    arena = Arena(2 * registry.compute_min_pages(instances, geometry), page)
-    cache = registry.build_caches(instances, geometry, arena, ops)["it"]
+    least = registry.compute_least_bytes(instances, geometry, find_space("cpu").round_block)
+    cache = registry.build_caches(instances, geometry, make_memory(2 * least), ops)["it"]
     assert isinstance(cache, CompressedCache)
     return cache
 

@@ -40,11 +40,11 @@ class Turn(NamedTuple):
 
 def fill_at_random(instance: Instance) -> None:
     """Fill the memory of all strategies with random numbers of the model's dtype."""
-    memory, dtype = instance.setup.arena.memory, instance.setup.geometry.kv_dtype
-    numbers = memory.view(dtype)
+    memory, dtype = instance.memory, instance.setup.geometry.kv_dtype
     pattern = torch.randn(1 << 20).to(dtype).repeat(64)  # few large copies are faster
-    for part in numbers.split(len(pattern)):
-        part.copy_(pattern[: len(part)])
+    for region in (region for name in memory.instances for region in memory.list_regions(name)):
+        for part in region.memory.view(dtype).split(len(pattern)):
+            part.copy_(pattern[: len(part)])
 
 
 def take_turn(model: Model, instance: Instance, prompts: Sequence[Sequence[int]], steps: int) -> Turn:

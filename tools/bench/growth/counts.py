@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from cache_strategies import registry
-from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache, Row
+from cache_strategies.memory import find_space, make_memory
 from cache_strategies.types import Geometry
 from config.settings import load_settings
 from kernels.ops import Ops
@@ -81,7 +81,7 @@ def measure_by_blocks(largest: int) -> Iterator[GrowthPoint]:
         cache = _build_cache(blocks, ops)
         for text in range(blocks * BLOCK_SIZE // TEXT_TOKENS + 1):
             _cache_text(cache, [text, *range(TEXT_TOKENS - 1)])
-        assert cache.setup.arena.num_free_pages == 0
+        assert cache.setup.memory.shared.free_bytes == 0
         for work, calls in _count_text_calls(cache, [blocks, *range(COUNTED_TEXT_TOKENS - 1)]).items():
             yield GrowthPoint("blocks", blocks, f"calls to {work}", calls)
 
@@ -93,8 +93,9 @@ def _build_cache(blocks: int, ops: Ops) -> KVCache:
     )
     paged = [instance for instance in instances if instance.name == "paged"]
     geometry = Geometry([LayerSpec(1, 1, 2, 2)], torch.float32, 4, TEXT_TOKENS, TEXT_TOKENS)
-    arena = Arena(blocks, registry.page_bytes(paged, geometry))
-    return registry.build_caches(paged, geometry, arena, ops, "model")["paged"]
+    (block_bytes,) = paged[0].cls.sizes(paged[0].options, geometry).block_bytes
+    memory = make_memory(blocks * find_space("cpu").round_block(block_bytes))
+    return registry.build_caches(paged, geometry, memory, ops, "model")["paged"]
 
 
 def _cache_text(cache: KVCache, text: list[int]) -> None:

@@ -80,7 +80,7 @@ def describe_memory(engine: Engine) -> str:
     for name in KINDS:
         cache = engine.core.instances[name].strategy
         geometry = cache.setup.geometry
-        size = type(cache).seat_shape(cache.options, geometry).block_bytes / geometry.max_seq_len
+        size = sum(type(cache).sizes(cache.options, geometry).block_bytes) / geometry.max_seq_len
         sizes.append(f"{name} {size:,.0f}")
     return f"bytes per token, {str(geometry.kv_dtype).removeprefix('torch.')}: {', '.join(sizes)}"
 

@@ -1,4 +1,4 @@
-/** The KV memory: its pages as a grid, by instance and state; what it is used for; and how much more has room. */
+/** The KV memory: what it is used for, how much more has room, and the blocks of each region by their state. */
 
 import { sendJson } from "../api.js";
 import { Bar, colorClass, Figure, html, InstanceName, NUM_COLORS, ScrollTable, useEffect, useLayoutEffect, useRef, useState, WithLive } from "../components.js";
@@ -11,9 +11,8 @@ const STATE_TITLES = {
   pending: "being computed, and others wait for it",
   idle: "idle: kept for reuse, freed when needed",
   free: "free",
-  untouched: "free, and not provided by the system yet",
 };
-const HOVER_DELAY = 120; // milliseconds for which the pointer rests on a page before its details are asked for
+const HOVER_DELAY = 120; // milliseconds for which the pointer rests on a block before its details are asked for
 
 export default function MemoryView() {
   return html`<h2>Memory</h2><${WithLive}>${(state) => html`<${Memory} state=${state} />`}<//>`;
@@ -25,7 +24,7 @@ function Memory({ state }) {
     <${Overview} state=${state} />
     <${Instances} state=${state} names=${names} />
     <${Room} state=${state} names=${names} />
-    <${Pages} state=${state} names=${names} />
+    <${Regions} state=${state} names=${names} />
   `;
 }
 
@@ -50,7 +49,7 @@ function Overview({ state }) {
     <${Bar} parts=${parts} total=${memory.weight_bytes + memory.bytes} label=${`Weights and KV memory: ${label}`} />
     <dl class="figures">
       ${parts.map((part) => html`<${Figure} key=${part.label} title=${html`<i class=${`swatch ${part.kind}`}></i>${part.label}`}>${formatBytes(part.value)}<//>`)}
-      <${Figure} title="KV memory" note=${memory.usable_bytes < memory.bytes ? `${formatBytes(memory.usable_bytes)} provided so far` : null}>${formatBytes(memory.bytes)}<//>
+      <${Figure} title="KV memory" note=${memory.warm_bytes < memory.bytes ? `${formatBytes(memory.warm_bytes)} provided by the system so far` : null}>${formatBytes(memory.bytes)}<//>
       <${Figure} title="requests">${formatNumber(state.num_running)} running, ${formatNumber(state.num_waiting)} waiting<//>
     </dl>
   </section>`;
@@ -123,38 +122,46 @@ function Room({ state, names }) {
   </section>`;
 }
 
-// ---------------------------------------------------------------- the grid of pages
-function Pages({ state, names }) {
-  const { cells } = state;
-  const [page, setPage] = useState(null);
-  const each = cells.pages_per_cell > 1 ? `Each square is the first of ${cells.pages_per_cell} pages` : "Each square is a page";
+// ---------------------------------------------------------------- the blocks of each region
+function Regions({ state, names }) {
+  const [selected, setSelected] = useState({}); // {key, index} of a region and a cell of it
   return html`<section>
-    <h3>Pages</h3>
-    <p class="remark">${each} of ${formatBytes(state.memory.page_bytes)}. Point at one, or go there with the arrow keys, for its details.</p>
+    <h3>Blocks</h3>
+    <p class="remark">Each square is a block of memory. Point at one, or go there with the arrow keys, for its details.</p>
     <ul class="legend" aria-label="Colours and marks">
       ${names.map((name, index) => html`<li key=${name}><${InstanceName} name=${name} index=${index} /></li>`)}
       ${Object.entries(STATE_TITLES).map(([name, title]) => html`<li key=${name}><i class=${`cell ${name}`}></i>${title}</li>`)}
     </ul>
-    <${Grid} cells=${cells} names=${names} selected=${page} onSelect=${setPage} />
-    <${PageDetails} cells=${cells} page=${page} />
+    ${Object.entries(state.regions).map(([key, region], number) => {
+      const index = selected.key === key ? selected.index : null;
+      const select = (cell) => setSelected({ key, index: cell });
+      return html`<${Strip} key=${key} number=${number} region=${region} stateNames=${state.block_states} names=${names} selected=${index} onSelect=${select} />`;
+    })}
+    <${BlockDetails} state=${state} selected=${selected} />
   </section>`;
 }
 
-/** Return how many pages are in each state, as a sentence for a screen reader. */
-function describeStates(cells) {
+/** Return how many cells of a region are in each state, as a sentence for a screen reader. */
+function describeStates(region, stateNames) {
   const counts = new Map();
-  for (const state of cells.states) counts.set(state, (counts.get(state) ?? 0) + 1);
-  return [...counts].map(([state, count]) => `${count * cells.pages_per_cell} ${cells.state_names[state]}`).join(", ");
+  for (const state of region.states) counts.set(state, (counts.get(state) ?? 0) + 1);
+  return [...counts].map(([state, count]) => `${count * region.blocks_per_cell} ${stateNames[state]}`).join(", ");
 }
 
-/** Draw a canvas with a square for each cell; only cells that have changed are drawn again. */
-function Grid({ cells, names, selected, onSelect }) {
+function describeRegion({ what, block_bytes: size, held_blocks: held, blocks_per_cell: step }) {
+  const sampled = step > 1 ? `; each square is the first of ${step} blocks` : "";
+  return `${what}: ${formatNumber(held)} blocks of ${formatBytes(size)} held${sampled}`;
+}
+
+/** Show a region: a heading, and a canvas with a square for each cell; only cells that have changed are drawn again. */
+function Strip({ number, region, stateNames, names, selected, onSelect }) {
+  const box = useRef();
   const canvas = useRef();
-  const drawn = useRef(null); // {numbering, layout, colors, owners, states, selected} of what the canvas shows
+  const drawn = useRef(null); // {numbering, layout, colors, states, selected} of what the canvas shows
   const [width, setWidth] = useState(0);
   useLayoutEffect(() => {
     const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
-    observer.observe(canvas.current.parentElement);
+    observer.observe(box.current);
     const scheme = matchMedia("(prefers-color-scheme: dark)");
     const forgetDrawn = () => (drawn.current = null); // the next event of the live state draws all, in the new colours
     scheme.addEventListener("change", forgetDrawn);
@@ -163,10 +170,10 @@ function Grid({ cells, names, selected, onSelect }) {
       scheme.removeEventListener("change", forgetDrawn);
     };
   }, []);
-  const count = cells.owners.length;
+  const count = region.states.length;
   const layout = makeLayout(width, count);
   useLayoutEffect(() => {
-    if (width) drawn.current = drawGrid(canvas.current, layout, cells, names, selected, drawn.current);
+    drawn.current = width && count ? drawStrip(canvas.current, layout, region, stateNames, names, selected, drawn.current) : null;
   });
   const find = (event) => {
     const { left, top } = canvas.current.getBoundingClientRect();
@@ -187,26 +194,27 @@ function Grid({ cells, names, selected, onSelect }) {
     event.preventDefault();
     if (target >= 0 && target < count) onSelect(target);
   };
-  return html`<div class="grid">
-    <canvas
+  return html`<div class="strip" ref=${box}>
+    <h4><${InstanceName} name=${region.instance} index=${Math.max(0, names.indexOf(region.instance))} /> · ${describeRegion(region)}</h4>
+    ${count > 0 && html`<canvas
       ref=${canvas}
       tabindex="0"
       role="application"
-      aria-roledescription="grid of pages"
-      aria-label=${`${count} pages`}
-      aria-describedby="page-states page-details"
+      aria-roledescription="strip of blocks"
+      aria-label=${`${region.instance}, ${region.what}: ${count} squares`}
+      aria-describedby=${`block-states-${number} block-details`}
       onPointerMove=${point}
       onPointerLeave=${() => clearTimeout(timer.current)}
       onPointerDown=${(event) => onSelect(find(event))}
       onKeyDown=${move}
-    ></canvas>
-    <span id="page-states" class="hidden">${describeStates(cells)}</span>
+    ></canvas>`}
+    <span id=${`block-states-${number}`} class="hidden">${describeStates(region, stateNames)}</span>
   </div>`;
 }
 
 /** Return the places of squares in a canvas of this width: large ones if there are few. */
 function makeLayout(width, count) {
-  const fitting = Math.sqrt((Math.max(1, width) * 320) / Math.max(1, count));
+  const fitting = Math.sqrt((Math.max(1, width) * 160) / Math.max(1, count));
   const step = Math.max(5, Math.min(18, Math.floor(fitting)));
   const columns = Math.max(1, Math.floor(width / step));
   return { step, columns, rows: Math.ceil(count / columns), width };
@@ -230,10 +238,11 @@ function readColors() {
   return colors;
 }
 
-function drawGrid(canvas, layout, cells, names, selected, before) {
+function drawStrip(canvas, layout, region, stateNames, names, selected, before) {
   const context = canvas.getContext("2d");
-  const numbering = JSON.stringify([cells.instances, cells.state_names, names]); // which changes with another engine
-  const isSame = before?.numbering === numbering && before.layout.width === layout.width && before.owners.length === cells.owners.length;
+  const { states } = region;
+  const numbering = JSON.stringify([stateNames, names]); // which changes with another engine
+  const isSame = before?.numbering === numbering && before.layout.width === layout.width && before.states.length === states.length;
   const colors = isSame ? before.colors : readColors();
   if (!isSame) {
     const scale = devicePixelRatio || 1;
@@ -241,13 +250,13 @@ function drawGrid(canvas, layout, cells, names, selected, before) {
     Object.assign(canvas.style, { width: `${layout.columns * layout.step}px`, height: `${layout.rows * layout.step}px` });
     context.scale(scale, scale);
   }
-  const colorOf = cells.instances.map((name) => colors.owners[Math.max(0, names.indexOf(name)) % NUM_COLORS]);
-  for (let i = 0; i < cells.owners.length; i += 1) {
+  const color = colors.owners[Math.max(0, names.indexOf(region.instance)) % NUM_COLORS];
+  for (let i = 0; i < states.length; i += 1) {
     const wasSelected = isSame && (before.selected === i) !== (selected === i);
-    if (isSame && !wasSelected && before.owners[i] === cells.owners[i] && before.states[i] === cells.states[i]) continue;
-    drawCell(context, layout, i, cells.state_names[cells.states[i]], colorOf[cells.owners[i] - 1], colors, selected === i);
+    if (isSame && !wasSelected && before.states[i] === states[i]) continue;
+    drawCell(context, layout, i, stateNames[states[i]], color, colors, selected === i);
   }
-  return { numbering, layout, colors, owners: cells.owners.slice(), states: cells.states.slice(), selected };
+  return { numbering, layout, colors, states: states.slice(), selected };
 }
 
 /** Draw one square: states differ by shape as well as by colour. */
@@ -256,10 +265,9 @@ function drawCell(context, { step, columns }, index, state, color, colors, isSel
   const y = Math.floor(index / columns) * step;
   const size = step - 1;
   context.clearRect(x, y, step, step);
-  context.globalAlpha = state === "idle" ? 0.35 : state === "untouched" ? 0.4 : 1;
-  context.fillStyle = color ?? colors.free;
+  context.globalAlpha = state === "idle" ? 0.35 : 1;
+  context.fillStyle = state === "free" ? colors.free : color;
   if (state === "pending") context.fillRect(x, y + size / 2, size, size / 2);
-  else if (state === "untouched") context.fillRect(x + size / 3, y + size / 3, size / 3, size / 3);
   else context.fillRect(x, y, size, size);
   context.globalAlpha = 1;
   context.fillStyle = colors.mark;
@@ -272,38 +280,41 @@ function drawCell(context, { step, columns }, index, state, color, colors, isSel
   }
 }
 
-/** Show the details of the selected page. */
-function PageDetails({ cells, page }) {
+/** Show the details of the selected block. */
+function BlockDetails({ state, selected }) {
   const [details, setDetails] = useState(null);
-  const number = page === null ? null : page * cells.pages_per_cell;
-  const content = page === null ? null : `${cells.owners[page]} ${cells.states[page]}`;
+  const region = state.regions[selected.key];
+  const isShown = region !== undefined && selected.index !== null && selected.index < region.states.length;
+  const number = isShown ? selected.index * region.blocks_per_cell : null;
+  const path = isShown ? `v1/live/blocks/${encodeURIComponent(region.instance)}/${selected.key.split("/").at(-1)}/${number}` : null;
+  const content = isShown ? region.states[selected.index] : null;
   useEffect(() => {
-    if (number === null) return undefined;
+    if (path === null) return undefined;
     setDetails(null);
     const abort = new AbortController();
-    sendJson(`v1/live/pages/${number}`, { as: "admin", signal: abort.signal }).then(setDetails, (error) => {
-      if (!abort.signal.aborted) setDetails({ page: number, error: error.message });
-    });
+    sendJson(path, { as: "admin", signal: abort.signal }).then(
+      (found) => setDetails({ ...found, path }),
+      (error) => {
+        if (!abort.signal.aborted) setDetails({ path, error: error.message });
+      },
+    );
     return () => abort.abort();
-  }, [number, content]);
-  return html`<p id="page-details" class="details" aria-live="polite">
-    ${number === null ? "No page is selected." : describePage(cells, page, number, details)}
+  }, [path, content]);
+  const known = details?.path === path ? details : {};
+  return html`<p id="block-details" class="details" aria-live="polite">
+    ${isShown ? describeBlock(region, number, state.block_states[content], known) : "No block is selected."}
   </p>`;
 }
 
-function describePage(cells, index, number, details) {
-  const owner = cells.instances[cells.owners[index] - 1];
-  const state = cells.state_names[cells.states[index]];
-  const parts = [`Page ${formatNumber(number)}`, owner ?? "no owner", STATE_TITLES[state]];
-  if (details?.page === number) {
-    if (details.error) parts.push(details.error);
-    if (details.tokens !== undefined) parts.push(describeTokens(details));
-    if (details.references !== undefined) parts.push(`${details.references} references`);
-    if (details.num_pins) parts.push(`${details.num_pins} pins`);
-    if (details.age_seconds !== undefined) parts.push(`computed ${formatSeconds(details.age_seconds)} ago`);
-    if (details.idle_seconds !== undefined) parts.push(`idle for ${formatSeconds(details.idle_seconds)}`);
-    if (details.prefix) parts.push(`prefix ${details.prefix.slice(0, 8)}`);
-  }
+function describeBlock(region, number, state, details) {
+  const parts = [`Block ${formatNumber(number)}`, region.instance, region.what, STATE_TITLES[state]];
+  if (details.error) parts.push(details.error);
+  if (details.tokens !== undefined) parts.push(describeTokens(details));
+  if (details.references !== undefined) parts.push(`${details.references} references`);
+  if (details.num_pins) parts.push(`${details.num_pins} pins`);
+  if (details.age_seconds !== undefined) parts.push(`computed ${formatSeconds(details.age_seconds)} ago`);
+  if (details.idle_seconds !== undefined) parts.push(`idle for ${formatSeconds(details.idle_seconds)}`);
+  if (details.prefix) parts.push(`prefix ${details.prefix.slice(0, 8)}`);
   return parts.join(" · ");
 }
 

@@ -1,4 +1,4 @@
-"""Caches mark their pages as what they are (in use, shared, pending, pinned or idle), and say what is in each."""
+"""Caches mark their blocks as what they are (in use, shared, pending, pinned or idle), and say what is in each."""
 
 from __future__ import annotations
 
@@ -8,36 +8,49 @@ import pytest
 import torch
 
 from cache_strategies.base import KVCache
-from cache_strategies.features import PageDescribing, PageMarking
-from cache_strategies.types import NO_SALT, PageInfo, PageState
+from cache_strategies.features import BlockDescribing, BlockMarking
+from cache_strategies.paged.cache import PagedCache
+from cache_strategies.types import NO_SALT, BlockInfo, BlockState
 from kernels.types import LayerSpec
-from tests.cache_strategies.cache_driver import LAYER, enter, make_cache, make_paged, open_seat, read_prompt
+from tests.cache_strategies.cache_driver import (
+    LAYER,
+    count_held_blocks,
+    enter,
+    make_cache,
+    make_paged,
+    open_seat,
+    read_prompt,
+)
 
 TEXT = list(range(10, 26))  # four blocks of 4
-WINDOW = LayerSpec(1, 1, 4, 4, window=6)
+WINDOW = LAYER._replace(window=6)
+TWO_HEADS = LayerSpec(2, 2, 4, 4)
 UNMARKED = 255
 
 
 def count_states(cache: KVCache) -> Counter[str]:
-    """Return the number of pages by state, as the cache marks them."""
-    assert isinstance(cache, PageMarking)
-    states = torch.full((cache.setup.arena.pages,), UNMARKED, dtype=torch.uint8)
-    cache.mark_pages(states)
-    return Counter(PageState(state).name for state in states.tolist() if state != UNMARKED)
+    """Return the number of allocations by state, as the cache marks them in all its regions."""
+    assert isinstance(cache, BlockMarking)
+    found = Counter[str]()
+    for region in cache.setup.memory.regions:
+        states = torch.full((region.placement.extent,), UNMARKED, dtype=torch.uint8)
+        cache.mark_blocks(region, states)
+        found.update(BlockState(state).name for state in states.tolist() if state != UNMARKED)
+    return found
 
 
 @pytest.mark.parametrize("kind", ["paged", "quest"])
 def test_blocks_of_two_sequences_are_shared_until_one_ends(kind: str) -> None:
-    cache = make_cache(kind, block_size=4)
-    pages = cache.bytes_for(4) // cache.setup.arena.page_bytes  # of a block
+    cache = make_cache(kind, block_size=4, layers=[TWO_HEADS])
+    heads = 2 if kind == "quest" else 1  # allocations of a block
     first = read_prompt(cache, [*TEXT, 1])
     second = read_prompt(cache, [*TEXT, 2])
-    assert count_states(cache) == {"SHARED": 4 * pages, "IN_USE": 2 * pages}
+    assert count_states(cache) == {"SHARED": 4 * heads, "IN_USE": 2 * heads}
     cache.close(second)
-    assert count_states(cache) == {"IN_USE": 5 * pages}
+    assert count_states(cache) == {"IN_USE": 5 * heads}
     cache.close(first)
-    assert count_states(cache) == {"IDLE": 4 * pages}
-    cache.reclaim(99)
+    assert count_states(cache) == {"IDLE": 4 * heads}
+    cache.evict(cache.idle_bytes)
     assert not count_states(cache)
 
 
@@ -65,59 +78,58 @@ def test_a_pinned_block_stays_pinned_while_it_is_used() -> None:
     assert count_states(cache) == {"IDLE": 4}
 
 
-def test_all_parts_of_blocks_are_marked_in_models_with_windows() -> None:
+def test_blocks_in_all_regions_are_marked_in_models_with_windows() -> None:
     cache = make_paged(layers=[LAYER, WINDOW, LAYER])
     seat = read_prompt(cache, [*TEXT, 1])
-    held = cache.setup.arena.num_held_pages("it")
-    passed = cache.idle_pages()  # of the layer with a window, which has passed them
+    held, passed = count_held_blocks(cache), cache.blocks().idle  # of the layer with a window, which has passed them
     assert count_states(cache) == {"IN_USE": held - passed, "IDLE": passed}
     assert passed > 0
     cache.close(seat)
-    assert count_states(cache) == {"IDLE": cache.idle_pages()}
-    assert cache.idle_pages() > passed
+    assert count_states(cache) == {"IDLE": cache.blocks().idle}
+    assert cache.blocks().idle > passed
 
 
 def test_a_contiguous_cache_marks_the_blocks_of_closed_sequences() -> None:
     cache = make_cache("contiguous")
-    pages = cache.bytes_for(1) // cache.setup.arena.page_bytes
     first = read_prompt(cache, [*TEXT, 1])
     assert not count_states(cache)  # what is not marked is in use
     cache.close(first)
-    assert count_states(cache) == {"IDLE": pages}
+    assert count_states(cache) == {"IDLE": 1}
 
 
-# ---------------------------------------------------------------- what is in a page
-def describe(cache: KVCache, page: int) -> PageInfo:
-    assert isinstance(cache, PageDescribing)
-    info = cache.describe_page(page)
+# ---------------------------------------------------------------- what is in a block
+def describe(cache: KVCache, block: int, region: int = 0) -> BlockInfo:
+    """Return what is known about an allocation in one of the regions."""
+    assert isinstance(cache, BlockDescribing)
+    info = cache.describe_block(cache.setup.memory.regions[region], block)
     assert info is not None
     return info
 
 
-def place_of(info: PageInfo) -> tuple[int | None, int | None, int]:
+def place_of(info: BlockInfo) -> tuple[int | None, int | None, int]:
     """Return (first token, number of tokens, references)."""
     return info.first_token, info.num_tokens, info.references
 
 
 @pytest.mark.parametrize("kind", ["paged", "quest"])
-def test_every_page_of_a_block_says_which_tokens_it_holds(kind: str) -> None:
-    cache = make_cache(kind, block_size=4, layers=[LAYER, LAYER])
-    run = cache.bytes_for(4) // cache.setup.arena.page_bytes
+def test_every_allocation_of_a_block_says_which_tokens_it_holds(kind: str) -> None:
+    cache = make_cache(kind, block_size=4, layers=[TWO_HEADS, LAYER])
+    assert isinstance(cache, PagedCache)
     first = read_prompt(cache, [*TEXT, 1, 2])
     second = read_prompt(cache, [*TEXT, 3])
     for seat, last in ((first, 2), (second, 1)):
         for i, block in enumerate(seat.blocks):
-            for page in range(block, block + run):
+            for number in cache.pool.columns(block):
                 tokens, references = (4, 2) if i < 4 else (last, 1)
-                assert place_of(describe(cache, page)) == (4 * i, tokens, references)
+                assert place_of(describe(cache, number)) == (4 * i, tokens, references)
     end = describe(cache, first.blocks[4])
     assert (end.age, end.idle, end.prefix, end.num_pins) == (None, None, None, 0), "a block that is not full"
     assert {describe(cache, block).prefix for block in first.blocks[:4]} > {cache.list_prefixes(9)[0][0].id}
-    free = int((cache.setup.arena.mark_owners()[0] == 0).argmax())
-    assert cache.describe_page(free) is None
+    (region,) = cache.setup.memory.regions
+    assert cache.describe_block(region, max(region.placement.list_used()) + 1) is None
 
 
-def test_a_page_has_the_references_of_sequences_and_the_pins_of_its_block() -> None:
+def test_a_block_has_the_references_of_sequences_and_pins() -> None:
     cache = make_paged()
     seat = read_prompt(cache, [*TEXT, 1])
     block, last = seat.blocks[1], seat.blocks[3]
@@ -148,24 +160,24 @@ def test_a_pending_block_has_the_tokens_that_are_computed() -> None:
 def test_blocks_of_layers_with_a_window_are_described_like_others() -> None:
     cache = make_paged(layers=[LAYER, WINDOW, LAYER])
     seat = read_prompt(cache, [*TEXT, 1])
-    marks, _ = cache.setup.arena.mark_owners()
-    found = Counter(place_of(describe(cache, page)) for page in marks.nonzero()[0].tolist())
+    full, windowed = (
+        sorted(place_of(describe(cache, block, number)) for block in region.placement.list_used())
+        for number, region in enumerate(cache.setup.memory.regions)
+    )
     held = sorted(seat.windowed[0])
-    expected = Counter({(4 * i, 4 if i < 4 else 1, 1): 2 for i in range(5)})
-    expected += Counter((4 * i, 4 if i < 4 else 1, 1) for i in held)
-    passed = [i for i in range(4) if i not in held]
-    assert found == expected + Counter((4 * i, 4, 0) for i in passed)
-    assert passed
+    assert full == [(4 * i, 4 if i < 4 else 1, 1) for i in range(5)]
+    assert windowed == [(4 * i, 4 if i < 4 else 1, int(i in held)) for i in range(5)]
+    assert len(held) < 5
 
 
-def test_a_page_of_a_contiguous_cache_has_all_tokens_of_its_sequence() -> None:
+def test_a_block_of_a_contiguous_cache_has_all_tokens_of_its_sequence() -> None:
     cache = make_cache("contiguous")
     seat = read_prompt(cache, [*TEXT, 1])
-    page = seat.blocks[0] + cache.store.pages_per_block - 1
-    assert place_of(describe(cache, page)) == (0, 17, 1)
-    assert describe(cache, page).idle is None
+    block = seat.blocks[0]
+    assert place_of(describe(cache, block)) == (0, 17, 1)
+    assert describe(cache, block).idle is None
     cache.close(seat)
-    idle = describe(cache, page)
+    idle = describe(cache, block)
     assert place_of(idle) == (0, 17, 0)
     assert idle.idle is not None
-    assert cache.describe_page((page + 1) % cache.setup.arena.pages) is None
+    assert cache.describe_block(cache.setup.memory.regions[0], block + 1) is None
