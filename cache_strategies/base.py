@@ -1,73 +1,124 @@
 """The interface of a KV-cache strategy, as the scheduler, the engine and the model use it. Implements nothing.
 
-One `KVCache` serves ALL sequences of one instance. A request opens a seat in it; the tokens of a seat that enter in a
-step form a row; the rows of an instance become a plan, which says where each layer's keys are stored, or computes the
-layer's attention itself. Within a step only `commit` changes the cache's state, so that a failed step can be repeated.
-open, grow, crop, fork, discard and close change it between steps. The data in these calls is in types.py. What only
-some strategies can do, such as pinning, is in features.py.
+One `KVCache` serves all sequences of one instance. A text opens a sequence in it (`KVSequence`); the tokens that enter
+in a step are the rows of an instance (`Rows`), for which the cache says where each layer's keys are (`Locations`), or
+computes the layer's attention itself. Within a step only `commit` changes a sequence, so that a failed step can be
+repeated. The data in these calls is in types.py. What only some strategies can do, such as pinning, is in features.py.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from typing_extensions import TypeVar  # with `default`, which typing.TypeVar has from Python 3.13 on
 
-from cache_strategies.memory import InstanceMemory, Region
-from cache_strategies.types import (
-    NO_SALT,
-    BlockEvents,
-    Blocks,
-    CacheUsage,
-    Contract,
-    Geometry,
-    Miss,
-    Salt,
-    Sizes,
-)
-from kernels.arguments import check, check_new_tokens
+from cache_strategies.memory import InstanceMemory
+from cache_strategies.types import Contract, Geometry, Miss, Sizes, Text
 from kernels.ops import KVLocation, Ops, QueryTap
 from kernels.store import KVStore
-from kernels.types import LayerSpec
 
-INTERFACE_VERSION = 2  # of this interface; raised when classes written for the version before no longer work
+INTERFACE_VERSION = 3  # of this interface; raised when classes written for the version before no longer work
 
 
-class Seat:
-    """One sequence's state in one cache. Outside the strategy only length, position, cached, miss and room are read."""
+class KVSequence(ABC):
+    """One text in one cache. The sequence sets its fields in its own methods; the engine reads them."""
 
-    __slots__ = ("cached", "length", "miss", "room")
+    length: int = 0  # tokens whose keys are there. It grows in commit() alone
+    found: int = 0  # how many of them open() found in the cache; may fall until the first commit
+    miss: Miss | None = "cold"  # why it did not find more; None: it found all that may be reused
+    room: int = 0  # the next row may end at this position without reserve(); 0: reserve() is called for each row
+    stop: int | None = None  # the next row must not end after this position; None: it may end anywhere
+    shift: int = 0  # the position of the next token, at which the model applies RoPE, is length - shift
+    spoiled: bool = False  # set by the engine before close(): the keys may be NaN, and nobody else may find them
 
-    def __init__(self, length: int = 0) -> None:
-        self.length = length  # number of committed tokens: the next row starts there in the text
-        self.cached = length  # number of tokens that open() found cached; may shrink until the seat's first row has run
-        self.miss: Miss | None = "cold"  # why open() did not find more cached tokens; None: it found all reusable ones
-        # A row that ends here at the latest needs no grow(). 0, while something has to be done for every row
-        self.room = 0
+    @abstractmethod
+    def reserve(self, num_tokens: int) -> bool:
+        """Allocate memory for `num_tokens` tokens after `length`; return False if there is not enough. Idempotent.
 
-    @property
-    def position(self) -> int:
-        """The position of the seat's next token, at which the model applies RoPE; those of a row are consecutive.
-
-        It is `length`, unless a strategy counts positions within the cache and rotates the keys that it keeps.
+        If a region has refused memory in this call, the scheduler then preempts a sequence and calls it again. What was
+        reserved and is not committed may be freed by the next commit().
         """
-        return self.length
+
+    @abstractmethod
+    def commit(self, ids: Sequence[int]) -> None:
+        """Keep the first len(ids) tokens of the row that was located and computed; fewer if drafts were rejected.
+
+        `length` grows by their number. A negative id marks an embedding without a token id, which is never shared.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the memory or keep it idle. If others wait for tokens that this one computes, one of them takes over."""
+
+    def ready(self) -> bool:
+        """Return whether a row can be scheduled now; False while another sequence computes the prefix.
+
+        It is asked until the first commit.
+        """
+        return True
+
+    def compact(self) -> bool:
+        """Drop tokens, and free their memory; return whether that was done. Called after each commit.
+
+        May start device work. If it raises it is called once more, and must then succeed as at first; if it raises
+        again, the request ends, and no other.
+        """
+        return False
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from position `length` on: at most contract.rewind ones.
+
+        Before the first commit `length` may become lower than that, as a strategy may drop whole blocks.
+        """
+        assert length <= self.length
+        self.length, self.found = length, min(self.found, length)
+
+    def fork(self) -> Self | None:
+        """Return a second sequence with the same tokens; None if that cannot be done now: then open() is called."""
+        return None
 
 
-SeatT = TypeVar("SeatT", bound=Seat, default=Seat)
+S = TypeVar("S", bound=KVSequence, default=KVSequence)
+S_co = TypeVar("S_co", bound=KVSequence, default=KVSequence, covariant=True)
 
 
-class Row(NamedTuple, Generic[SeatT]):
-    """The tokens of one seat that enter in a step: tokens [seat.length, seat.length + num_tokens) of its text."""
+class Rows(Generic[S_co]):
+    """The tokens that enter in a step: for each row a sequence, and the number of its tokens after `length`.
 
-    seat: SeatT
-    num_tokens: int
+    Decode rows (one token) come first.
+    """
+
+    __slots__ = ("counts", "longest", "num_decode", "num_tokens", "sequences")
+
+    def __init__(self, sequences: Sequence[S_co], counts: Sequence[int]) -> None:
+        self.sequences = sequences
+        self.counts = counts  # numbers of tokens
+        self.num_decode = counts.count(1)
+        assert 1 not in counts[self.num_decode :], "decode rows must come first"
+        self.num_tokens = sum(counts)
+        self.longest = max(counts, default=1)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def end(self, row: int) -> int:
+        """Return the number of tokens of a row's text with those of the row."""
+        return self.sequences[row].length + self.counts[row]
+
+
+class Locations(NamedTuple):
+    """Where the keys and values of a step's rows are. Valid until locate() is called again."""
+
+    # By layer; None: attend() computes the layer. Layers with equal addresses have the same object, which is then
+    # checked and prepared once
+    by_layer: Sequence[KVLocation | None]
+    tap: QueryTap | None = None  # a request for copies of recent queries, which are there when commit() is called
 
 
 @dataclass(frozen=True)
@@ -94,64 +145,20 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Plan(ABC, Generic[SeatT]):
-    """One instance's part of a step. Valid until plan() of its cache is called again.
+class KVCache(ABC, Generic[S]):
+    """Base class of all strategies: keeps the keys and values of one instance's sequences, which are of type S.
 
-    A plan gives the addresses of its rows' keys in each layer, for kernels that compute all strategies at once. In a
-    layer without addresses it computes attention itself, by attend() (a hook).
-    """
-
-    rows: Sequence[Row[SeatT]]  # the rows that were passed to plan()
-    query_tap: QueryTap | None = None  # a request for copies of recent queries, which are there once the step has run
-
-    def list_positions(self) -> Sequence[int]:
-        """Return the position of each row's first token: that of its seat."""
-        return [row.seat.position for row in self.rows]
-
-    def kv_location(self, layer_idx: int) -> KVLocation | None:
-        """Return where a layer's keys are stored; None if attend() computes the layer.
-
-        Layers with the same addresses should get the same object, which is then checked and prepared once.
-        """
-        return None
-
-    def list_kv_locations(self, num_layers: int) -> Sequence[KVLocation | None]:
-        """Return kv_location() of all layers."""
-        return [self.kv_location(layer) for layer in range(num_layers)]
-
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Write k and v, then compute attention: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> out [N,Hq,Dv].
-
-        Called for layers without addresses only. N is the number of tokens of all rows: first those of rows[0], then
-        those of rows[1], and so on. All keys and values are written before any are read; a second call gives the same
-        result. q, k and v may be strided (only the last dimension is contiguous). `out` is overwritten.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no addresses for layer {layer_idx}, so it needs attend()")
-
-    @abstractmethod
-    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (K [S,H,D], V [S,H,Dv], their positions) that the last token of a row attends to.
-
-        Positions are [S] and ascend, or [S, H] if heads keep different tokens; -1 fills up heads that keep fewer. They
-        are those in the text: they say which tokens these are. A strategy that counts positions within the cache
-        returns keys as it has rotated them: the last key at the token's own position, the one before it one lower, ...
-        """
-
-
-class KVCache(ABC, Generic[SeatT]):
-    """Base class of all strategies: keeps the keys and values of one instance's sequences. SeatT is its type of seat.
-
-    The scheduler calls the methods from sizes() to pinned_blocks(): they handle token ids and seats on the host and
-    start no device work. The engine calls the methods from poll() on, in its only device thread. Before a seat is in a
-    plan, ready() must have returned True for it once, and grow() unless the row ends at seat.room or before.
+    sizes(), open(), reserve(), close(), idle_bytes and evict() work on the host, and start no device work. locate(),
+    attend(), commit() and compact() are called in the engine's only device thread. Before a sequence is in a row,
+    ready() must have returned True for it once, and reserve() unless the row ends at `room` or before.
     """
 
     interface_version: ClassVar[int]  # set by classes of plug-ins: the INTERFACE_VERSION for which they are written
     options_type: ClassVar[type[Options]] = Options
-    contract: Contract  # set by __init__
-    stores: Sequence[KVStore] = ()  # the keys and values in its regions, empty if they are stored in another way
+    contract: Contract = Contract()
+    stores: Sequence[KVStore] = ()  # in its regions; the kernels are tried in them at the start
 
-    def __init__(self, setup: CacheSetup, options: Options) -> None:
+    def __init__(self, setup: CacheSetup, options: Any) -> None:
         """Keep the arguments. A subclass makes its regions; it allocates no block yet."""
         self.setup = setup
         self.options = options
@@ -160,7 +167,6 @@ class KVCache(ABC, Generic[SeatT]):
     def name(self) -> str:
         return self.setup.name
 
-    # ---------------------------------------------------------------- scheduler
     @classmethod
     @abstractmethod
     def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
@@ -171,184 +177,48 @@ class KVCache(ABC, Generic[SeatT]):
         """
 
     @abstractmethod
-    def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> SeatT | None:
-        """Return a seat for a sequence that begins with `tokens`; None if there is not enough memory now.
+    def open(self, text: Text) -> S | None:
+        """Return a sequence for a text; None if there is not enough memory now.
 
-        The seat's first `length` tokens (at most max_cached, and never all of `tokens`) were found in the cache and
-        need not be computed. Only tokens of sequences with an equal `salt` are found.
+        Its first `length` tokens (at most text.num_reusable) were found in the cache and need not be computed.
         """
-
-    def retain(self, seat: SeatT, *, priority: int, ttl: float | None) -> None:
-        """Set how long the seat's tokens stay cached after close().
-
-        Tokens of higher priority are evicted later. Tokens that have been idle for `ttl` seconds (None: the instance's
-        option `ttl`) are evicted before all others.
-        """
-
-    def ready(self, seat: SeatT) -> bool:
-        """Return whether the seat can be scheduled now; False while its prefix loads or another seat computes it.
-
-        It is asked until the first row of the seat was committed.
-        """
-        return True
-
-    def row_limit(self, seat: SeatT) -> int | None:
-        """Return the most tokens that the seat's next row may have; None: any number.
-
-        It is at most contract.max_row. A strategy that acts at certain positions of a text ends rows there with this.
-        """
-        return self.contract.max_row
 
     @abstractmethod
-    def grow(self, seat: SeatT, num_tokens: int) -> bool:
-        """Allocate memory for `num_tokens` tokens after seat.length; return False if there is not enough. Idempotent.
+    def locate(self, rows: Rows[S]) -> Locations:
+        """Return where the keys of rows are to be written and read. May run copies.
 
-        If a region has refused memory in this call, the scheduler then preempts a sequence and calls it again. It is
-        not called for a row that ends at seat.room or before.
+        May be called again without commits in between, with other rows: the last call counts.
         """
 
-    def crop(self, seat: SeatT, length: int) -> None:
-        """Drop the committed tokens from position `length` on. They may be at most contract.rewind tokens.
+    def attend(self, layer: int, rows: Rows[S], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Write k and v, then compute attention: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> out [N,Hq,Dv].
 
-        During prefill, and in the tokens that open() found cached, seat.length may become lower than `length`, as a
-        strategy may drop whole blocks. The default only sets the seat's length.
+        Called for layers without addresses, with the rows that were located. N is the number of tokens of all rows:
+        first those of row 0, then those of row 1, and so on. All keys and values are written before any are read; a
+        second call gives the same result. q, k and v may be strided (only the last dimension is contiguous). `out` is
+        overwritten.
         """
-        assert length <= seat.length
-        assert self.contract.rewind is None or seat.length - length <= self.contract.rewind, "more than contract.rewind"
-        seat.length = length
-        seat.cached = min(seat.cached, length)
+        raise NotImplementedError(f"{type(self).__name__} has no addresses for layer {layer}, so it needs attend()")
 
-    def fork(self, seat: SeatT) -> SeatT | None:
-        """Return a second seat with the same tokens; None if the cache cannot do that now: then call open() instead."""
-        return None
+    def poll(self) -> None:
+        """Prepare for the next step, such as by dropping expired pins; must not block.
 
-    def discard(self, seat: SeatT) -> None:
-        """Keep other sequences from reusing this seat's NaN or infinite keys and values; called before close()."""
-
-    @abstractmethod
-    def close(self, seat: SeatT) -> None:
-        """Free the seat's memory or keep it idle. If other seats wait for tokens that it computes, one takes over."""
+        Called before each step, and before rows of a failed step are repeated one by one.
+        """
 
     @property
     def idle_bytes(self) -> int:
-        """The bytes that evict() could free: held, but not used by a seat or a pin."""
+        """The bytes that evict() could free: held, but not used by a sequence or a pin."""
         return 0
 
     def evict(self, num_bytes: int) -> int:
         """Free idle blocks, the next to be evicted first, until `num_bytes` are freed; return the bytes freed."""
         return 0
 
-    def pinned_blocks(self) -> Mapping[Region, Collection[int]]:
-        """Return the pinned blocks by region, which cannot be evicted."""
-        return {}
+    def count_visible(self, layer: int, length: int) -> int | None:
+        """Return how many of the first `length` tokens the next one sees in a layer.
 
-    # ---------------------------------------------------------------- engine
-    def poll(self) -> None:
-        """Prepare for the next step, such as by dropping expired pins. Called before each step; must not block."""
-
-    @abstractmethod
-    def plan(self, rows: Sequence[Row[SeatT]]) -> Plan[SeatT]:
-        """Return the plan of a step for these rows, of which decode rows (one token) come first.
-
-        May be called again without a commit() in between: the earlier plan is then discarded.
-        """
-
-    def attend(self, plan: Plan[SeatT], layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Compute one layer for a plan's rows: at the addresses that the plan gives, or by its hook; see `Plan.attend`.
-
-        Kernels that compute all strategies at once do the same without calling this. Raises ValueError, and writes
-        nothing, if k and v do not have a row for each token of the plan and the layer's heads.
-        """
-        self.check_new_tokens(plan, layer_idx, k, v)
-        location = plan.kv_location(layer_idx)
-        if location is None:
-            return plan.attend(layer_idx, q, k, v, out)
-        ops, spec = self.setup.ops, self.setup.geometry.layers[layer_idx]
-        ops.write_kv(location.store, layer_idx, k, v, location.at)
-        ops.attend(out, q, location.store, layer_idx, location.at, spec, window=location.window)
-        if plan.query_tap is not None and (queries := plan.query_tap.queries[layer_idx]) is not None:
-            queries.copy_(q[plan.query_tap.tokens])
-        return None
-
-    def check_new_tokens(self, plan: Plan[SeatT], layer_idx: int, k: Tensor, v: Tensor) -> None:
-        """Raise ValueError unless k [N,H,D] and v [N,H,Dv] are keys and values of a layer for all tokens of a plan.
-
-        attend() calls it for every strategy, so that those with a hook need no checks of their own.
-        """
-        spec = self.setup.geometry.layers[layer_idx]
-        check_new_tokens(k, v, (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.v_head_dim))
-        num_tokens = sum(row.num_tokens for row in plan.rows)
-        check(len(k) == num_tokens, "keys of {} tokens are given, and the rows of the plan have {}", len(k), num_tokens)
-
-    def check_plan(self, plan: Plan[SeatT]) -> None:
-        """Raise ValueError unless a plan's addresses fit its rows and lie in their stores.
-
-        The engine does it for plug-ins before each step, and for all plans of a step that has failed: kernels check
-        addresses as well, but do not know which strategy gave them.
-        """
-        num_tokens = sum(row.num_tokens for row in plan.rows)
-        self.setup.check_slots(plan.list_kv_locations(len(self.setup.geometry.layers)), num_tokens)
-
-    def commit(self, plan: Plan[SeatT], tokens: Sequence[Sequence[int]]) -> None:
-        """Advance the seats of a plan after its step was computed. Must not fail.
-
-        tokens[i] are the ids that stay in the seat of plan.rows[i]: fewer than planned if draft tokens were rejected.
-        seat.length grows by their number, which is all that the default does. A negative id marks an embedding without
-        a token id, which is never shared.
-        """
-        for row, ids in zip(plan.rows, tokens, strict=True):
-            assert len(ids) <= row.num_tokens
-            row.seat.length += len(ids)
-
-    def compact(self, seat: SeatT) -> int | None:
-        """Drop tokens of a seat, and free their memory. Called after each commit of a row of the seat.
-
-        Return how many tokens were dropped, as count_dropped_tokens() counts them; None if nothing was compacted.
-        May start device work. If it raises it is called once more, and must then succeed as at first; if it raises
-        again, the seat's request ends, and no other.
+        It is the mean over the layer's KV heads, rounded down. None: all that the model's own attention lets it see. A
+        strategy that drops keys overrides this.
         """
         return None
-
-    @property
-    def compacts(self) -> bool:
-        """Whether the strategy overrides compact(), which is not called otherwise."""
-        return getattr(self.compact, "__func__", None) is not KVCache.compact
-
-    @abstractmethod
-    def usage(self) -> CacheUsage:
-        """Return the memory by use, from the bookkeeping on the host; called between steps."""
-
-    def blocks(self) -> Blocks:
-        """Return the numbers of blocks by state; all zero for a strategy without blocks. Called between steps."""
-        return Blocks()
-
-    def count_dropped_tokens(self, seat: SeatT) -> int:
-        """Return how many committed tokens the seat's next token would use, but cannot see. Called between steps.
-
-        A token counts in a layer if the layer's own attention would use its key for the next token, and the strategy
-        does not let the next token see that key, or has dropped it. Keys outside of a layer's own window do not count.
-        The result is the mean over the KV heads of all layers, rounded down: from 0, as in all exact instances, to
-        seat.length. A strategy that drops keys overrides this.
-        """
-        return 0
-
-    def token_budget(self, length: int) -> int | None:
-        """Return how many tokens of a text are kept at most once tokens were dropped at this length; None: no budget.
-
-        A token is kept if count_dropped_tokens() does not count it. A strategy that keeps a budget overrides this.
-        """
-        return None
-
-    def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
-        """Return the positions [S], ascending, that the last of `length` tokens attends to in a layer.
-
-        None if the strategy cannot know them beforehand.
-        """
-        return None
-
-    def collect_block_events(self) -> BlockEvents | None:
-        """Return the block events since the last call, and clear them; None if there were none."""
-        return None
-
-    def check_integrity(self) -> None:
-        """Assert that the internal bookkeeping is consistent. Called between steps (setting `check_integrity`)."""

@@ -7,7 +7,6 @@ If kernels run on the CPU they read the same memory; for another device the arra
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -21,9 +20,10 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row, Seat
+from cache_strategies.base import CacheSetup, KVCache, KVSequence, Locations, Options, Rows
 from cache_strategies.memory import Region
 from cache_strategies.types import Geometry
+from cache_strategies.visible import count_dropped_tokens
 from config.errors import SettingsError
 from kernels.arguments import check_entries
 from kernels.ops import KVLocation
@@ -57,64 +57,62 @@ def resolve_kv_dtype(options: Options, geometry: Geometry) -> torch.dtype:
     return torch.int8
 
 
-class TableSeat(Seat):
-    """A seat with a row of the block table: `index` is the row's number, `blocks` are the numbers of its blocks."""
-
-    __slots__ = ("blocks", "index")
+class TableSequence(KVSequence):
+    """A sequence with a row of the block table: `index` is the row's number, `blocks` are the numbers of its blocks."""
 
     def __init__(self, index: int, blocks: list[int], length: int = 0) -> None:
-        super().__init__(length)
         self.index = index
         self.blocks = blocks
+        self.length = self.found = length
 
     @property
     def num_kept(self) -> int:
-        """The number of tokens in the seat's blocks: `length`, unless a strategy drops tokens and overrides it."""
+        """The number of tokens in the blocks: `length`, unless a strategy drops tokens and overrides it."""
         return self.length
 
 
-TableSeatT = TypeVar("TableSeatT", bound=TableSeat, default=TableSeat)
+TableSequenceT = TypeVar("TableSequenceT", bound=TableSequence, default=TableSequence)
 
 
 class BlockTable:
-    """The block table [max seats, max blocks per seat] and a step's arrays for `Slots`, on the host and the device.
+    """The block table [max sequences, max blocks per sequence] and a step's arrays for `Slots`, on host and device.
 
-    If layers are divided among several stores, there is a table for each store; a seat has the same row in all of them.
+    If layers are divided among several stores, there is a table for each store; a sequence has the same row in all.
     """
 
     def __init__(
-        self, seats: int, width: int, block_size: int, device: torch.device, num_blocks: Sequence[int]
+        self, max_seats: int, width: int, block_size: int, device: torch.device, num_blocks: Sequence[int]
     ) -> None:
-        """Allocate tables for `seats` sequences of up to `width` blocks; `num_blocks` has the blocks of each store."""
-        self._block_size = block_size
+        """Allocate tables for `max_seats` sequences of up to `width` blocks; `num_blocks` are those of each store."""
+        self.block_size, self.max_seats = block_size, max_seats
         self._num_blocks = num_blocks
-        self.host_tables: Int32 = np.zeros((len(num_blocks), seats, width), np.int32)
-        self._host_steps: Int32 = np.zeros((3, seats + 1), np.int32)  # table_row, q_start, start
+        self.host_tables: Int32 = np.zeros((len(num_blocks), max_seats, width), np.int32)
+        self._host_steps: Int32 = np.zeros((3, max_seats + 1), np.int32)  # table_row, q_start, start
         self._all_tables = torch.from_numpy(self.host_tables).to(device)  # on "cpu": a view of the host's array
         self._steps = torch.from_numpy(self._host_steps).to(device)
         self.tables = self._all_tables.unbind()  # by store
-        # The rows of all tables, one table after the other: row `store * seats + index` is that of a seat for a store
+        # The rows of all tables, one table after the other: `store * max_seats + index` is a sequence for a store
         self.all_rows = self._all_tables.flatten(0, 1)
         # by number of rows: (table_row, q_start, start), views of `_steps` for that many rows
         self._views_by_num_rows: dict[int, tuple[Tensor, ...]] = {}
         self._is_dirty = False  # whether the host's table has changed since it was copied to the device
-        self._free = list(range(seats))[::-1]  # indices of unused table rows
+        self._free = list(range(max_seats))[::-1]  # indices of unused table rows
 
     @property
     def is_full(self) -> bool:
         return not self._free
 
     def allocate_row(self) -> int:
-        """Allocate a table row for a new seat, and return its index."""
+        """Allocate a table row for a new sequence, and return its index."""
         return self._free.pop()
 
     def release_row(self, index: int) -> None:
         assert index not in self._free
         self._free.append(index)
 
-    def write(self, seat: TableSeat, first: int = 0) -> None:
-        """Write seat.blocks[first:] into the seat's row of the table."""
-        self.write_blocks(seat.index, first, seat.blocks[first:])
+    def write(self, sequence: TableSequence, first: int = 0) -> None:
+        """Write sequence.blocks[first:] into the sequence's row of the table."""
+        self.write_blocks(sequence.index, first, sequence.blocks[first:])
 
     def write_blocks(self, index: int, first: int, blocks: Sequence[int], store: int = 0) -> None:
         """Write the ids of blocks into a row of a store's table, from column `first` on."""
@@ -123,37 +121,41 @@ class BlockTable:
             row[:] = blocks
             self._is_dirty = True
 
-    def make_slots(self, rows: Sequence[Row[TableSeatT]], *, sinks: int = 0, ring: int = 0) -> Slots:
-        """Return the `Slots` of a step's rows, of which decode rows (one token) must come first.
+    def make_slots(self, rows: Rows[TableSequenceT], *, sinks: int = 0, ring: int = 0) -> Slots:
+        """Return the `Slots` of a step's rows.
 
-        If `ring` is not 0, each seat has one block: `sinks` slots for its first tokens, then a ring buffer of `ring`
-        slots.
+        If `ring` is not 0, each sequence has one block: `sinks` slots for its first tokens, then a ring buffer of
+        `ring` slots.
         """
-        lengths = [row.num_tokens for row in rows]
-        starts = [row.seat.num_kept for row in rows]
-        num_decode = lengths.count(1)
-        assert 1 not in lengths[num_decode:], "decode rows must come first"
+        starts = [each.num_kept for each in rows.sequences]
         B = len(rows)
         self._host_steps[:, : B + 1] = (
-            [*(row.seat.index for row in rows), 0],
-            list(accumulate(lengths, initial=0)),
+            [*(each.index for each in rows.sequences), 0],
+            list(accumulate(rows.counts, initial=0)),
             [*starts, -1],
         )
         self._copy_to_device()
         table_row, q_start, start = self._get_row_views(B)
         slots = Slots(
             self.tables[0],
-            self._block_size,
+            self.block_size,
             table_row,
             q_start,
             start,
-            num_decode=num_decode,
-            max_q=max(lengths, default=1),
-            max_kv=max(map(add, starts, lengths), default=1),
+            num_decode=rows.num_decode,
+            max_q=rows.longest,
+            max_kv=max(map(add, starts, rows.counts), default=1),
             sinks=sinks,
             ring=ring,
         )
         return slots if self._all_tables.device.type == "cpu" else self._check_on_host(slots, B)
+
+    def make_q_start(self, rows: Rows[Any]) -> Tensor:
+        """Return the index of each row's first token, and copy the tables to the device: for groups, before a step."""
+        B = len(rows)
+        self._host_steps[1, : B + 1] = list(accumulate(rows.counts, initial=0))
+        self._copy_to_device()
+        return self._get_row_views(B)[1]
 
     def _check_on_host(self, slots: Slots, num_rows: int) -> Slots:
         """Check addresses by the host's arrays, from which they were copied: no operation then waits for the device.
@@ -166,7 +168,7 @@ class BlockTable:
         num_tokens = [check_entries("plan", *each) for each in zip(tables, self._num_blocks, strict=True)]
         return replace(slots, num_tokens=num_tokens[0])
 
-    def make_slots_by_store(self, rows: Sequence[Row[TableSeatT]]) -> list[Slots]:
+    def make_slots_by_store(self, rows: Rows[TableSequenceT]) -> list[Slots]:
         """Return the `Slots` of a step's rows for each store; they differ in their table only."""
         slots = self.make_slots(rows)
         return [slots, *(replace(slots, table=table) for table in self.tables[1:])]
@@ -188,39 +190,48 @@ class BlockTable:
             self._is_dirty = False
 
 
-class TablePlan(Plan[TableSeatT]):
-    """A plan whose keys and values are addressed by `Slots` in the cache's store, in all layers alike."""
+class TableGroup:
+    """The addresses of layers that keep equally many keys: a table, or one for each column if KV heads differ.
 
-    def __init__(self, cache: BlockTableCache[TableSeatT], rows: Sequence[Row[TableSeatT]], slots: Slots) -> None:
-        self.rows = rows
-        self._cache = cache
-        self._location = KVLocation(cache.store, slots, cache.window)
+    Arrays are allocated once, on the host and on the device.
+    """
 
-    def kv_location(self, layer_idx: int) -> KVLocation:
-        return self._location
+    def __init__(self, table: BlockTable, first_table: int, num_columns: int, *, by_head: bool) -> None:
+        """Use the tables of a block table from `first_table` on; with `by_head` each KV head has a table."""
+        self._table = table
+        self._first = first_table
+        self._columns = np.arange(first_table, first_table + num_columns, dtype=np.int32) * table.max_seats
+        self._by_head = by_head
+        shape = (table.max_seats, num_columns) if by_head else (table.max_seats,)
+        self._host: Int32 = np.zeros((2, *shape), np.int32)  # table_row, start
+        self._arrays = torch.from_numpy(self._host).to(table.all_rows.device)  # on "cpu": a view of the host's array
 
-    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        seat, num_tokens = self.rows[row]
-        setup, location = self._cache.setup, self.kv_location(layer_idx)
-        positions = self._cache.visible_positions(seat.length + num_tokens, setup.geometry.layers[layer_idx])
-        assert positions is not None, "a strategy that does not know them beforehand gathers keys in another way"
-        k, v = setup.ops.gather(location.store, layer_idx, location.at, row, positions)
-        return k, v, positions
+    def write(self, index: int, column: int, first: int, blocks: Sequence[int]) -> None:
+        """Write blocks of a sequence's column into the table, the first of them as its `first`-th block."""
+        self._table.write_blocks(index, first, blocks, self._first + column)
+
+    def make_slots(self, rows: Rows[Any], kept: Sequence[Sequence[int]], q_start: Tensor) -> Slots:
+        """Return the addresses of a step's rows; `kept` are the numbers of keys by row and column."""
+        B, host = len(rows), self._host
+        index = np.array([each.index for each in rows.sequences], np.int32)
+        counts = np.array(kept, np.int32).reshape(B, -1)
+        host[0, :B] = index[:, None] + self._columns if self._by_head else index
+        host[1, :B] = counts if self._by_head else counts[:, 0]
+        if self._arrays.device.type != "cpu":
+            self._arrays.copy_(torch.from_numpy(host))
+        return Slots(
+            self._table.all_rows if self._by_head else self._table.tables[self._first],
+            self._table.block_size,
+            self._arrays[0, :B],
+            q_start,
+            self._arrays[1, :B],
+            num_decode=rows.num_decode,
+            max_q=rows.longest,
+            max_kv=max((max(each) + n for each, n in zip(kept, rows.counts, strict=True)), default=1),
+        )
 
 
-class DividedPlan(TablePlan[TableSeatT]):
-    """A plan whose layers are divided among several stores, each with a table of its own."""
-
-    def __init__(self, cache: BlockTableCache[TableSeatT], rows: Sequence[Row[TableSeatT]], slots: Sequence[Slots]):
-        super().__init__(cache, rows, slots[0])
-        locations = [KVLocation(store, at, cache.window) for store, at in zip(cache.stores, slots, strict=True)]
-        self._locations = [locations[store] for store in cache.store_by_layer]
-
-    def kv_location(self, layer_idx: int) -> KVLocation:
-        return self._locations[layer_idx]
-
-
-class BlockTableCache(KVCache[TableSeatT]):
+class BlockTableCache(KVCache[TableSequenceT]):
     """A cache that keeps its keys and values in the blocks of a `KVStore`, which it finds through a block table.
 
     Subclasses choose the size of blocks and allocate them. They may divide the layers among several stores.
@@ -244,11 +255,8 @@ class BlockTableCache(KVCache[TableSeatT]):
         setup.ops.prepare(layers, geometry.kv_dtype, dtype)
         num_blocks = [store.num_blocks for store in self.stores]
         self.table = BlockTable(geometry.max_seats, blocks, tokens, setup.memory.device, num_blocks)
-        self.seats: set[TableSeatT] = set()
-        # number of KV heads by their layers' own window (None: the layer has no window), in all layers together
-        self._heads_by_window = Counter[int | None]()
-        for spec in layers:
-            self._heads_by_window[spec.window] += spec.num_kv_heads
+        self.sequences: set[TableSequenceT] = set()
+        self._located: Sequence[KVLocation | None] = ()  # of the latest step, by layer
 
     @classmethod
     @abstractmethod
@@ -275,12 +283,26 @@ class BlockTableCache(KVCache[TableSeatT]):
         """Whether keys and values are stored in another dtype than they were computed in."""
         return self.store.dtype is not self.setup.geometry.kv_dtype
 
-    def plan(self, rows: Sequence[Row[TableSeatT]]) -> Plan[TableSeatT]:
-        if len(self.stores) > 1:
-            return DividedPlan(self, rows, self.table.make_slots_by_store(rows))
-        return TablePlan(self, rows, self.table.make_slots(rows, sinks=self.sinks, ring=self.ring))
+    def locate(self, rows: Rows[TableSequenceT]) -> Locations:
+        if len(self.stores) == 1:
+            slots = self.table.make_slots(rows, sinks=self.sinks, ring=self.ring)
+            location = KVLocation(self.store, slots, self.window)
+            self._located = [location] * len(self.store_by_layer)
+        else:
+            stored = zip(self.stores, self.table.make_slots_by_store(rows), strict=True)
+            locations = [KVLocation(store, at, self.window) for store, at in stored]
+            self._located = [locations[store] for store in self.store_by_layer]
+        return Locations(self._located)
 
-    def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
+    def gather(self, layer: int, rows: Rows[TableSequenceT], row: int) -> tuple[Tensor, Tensor, Tensor]:
+        location = self._located[layer]
+        assert location is not None
+        positions = self.list_visible_positions(rows.end(row), self.setup.geometry.layers[layer])
+        k, v = self.setup.ops.gather(location.store, layer, location.at, row, positions)
+        return k, v, positions
+
+    def list_visible_positions(self, length: int, spec: LayerSpec) -> Tensor:
+        """Return the positions [S], ascending, that the last of `length` tokens attends to in a layer."""
         last = length - 1
         position = torch.arange(length, device=self.setup.memory.device)
         seen = position >= 0
@@ -290,19 +312,13 @@ class BlockTableCache(KVCache[TableSeatT]):
             seen &= position > last - spec.window
         return position[seen]
 
-    def count_dropped_tokens(self, seat: TableSeatT) -> int:
-        return self._count_unseen_tokens(seat.length)
-
-    def token_budget(self, length: int) -> int | None:
-        return None if self.window is None else length - self._count_unseen_tokens(length)
-
-    def _count_unseen_tokens(self, length: int) -> int:
-        """Return how many of the first `length` tokens the next one would use, but cannot see, as a mean over heads."""
+    def count_visible(self, layer: int, length: int) -> int | None:
         if self.window is None:
-            return 0
-        first_seen = max(0, length - self.window + 1)  # of the window; sinks lie before it
-        dropped = 0
-        for own_window, heads in self._heads_by_window.items():
-            first_used = 0 if own_window is None else max(0, length - own_window + 1)
-            dropped += heads * max(0, first_seen - max(first_used, self.sinks))
-        return dropped // self._heads_by_window.total()
+            return None
+        first = max(0, length - self.window + 1)  # of the window; sinks lie before it
+        own_window = self.setup.geometry.layers[layer].window
+        first_used = 0 if own_window is None else max(0, length - own_window + 1)
+        return length - max(first, first_used) + max(0, min(self.sinks, first) - first_used)
+
+    def budget(self, length: int) -> int | None:
+        return None if self.window is None else length - count_dropped_tokens(self, length)

@@ -17,17 +17,16 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, Plan
-from cache_strategies.block_table import TableOptions, TableSeat
+from cache_strategies.base import CacheSetup
+from cache_strategies.block_table import TableOptions
 from cache_strategies.eviction.block_metrics import BlockMetrics
 from cache_strategies.eviction.lru import LRU
 from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.memory import Region
-from cache_strategies.single_block import SingleBlockCache
+from cache_strategies.single_block import SingleBlockCache, SingleBlockSequence
 from cache_strategies.types import (
     EVERYTHING,
     KEEPS_EVERYTHING,
-    NO_SALT,
     BlockEvents,
     BlockInfo,
     Blocks,
@@ -37,6 +36,7 @@ from cache_strategies.types import (
     Miss,
     Salt,
     SaltScope,
+    Text,
     count_reusable_tokens,
 )
 from config.units import Duration
@@ -51,17 +51,42 @@ class ContiguousOptions(TableOptions):
     ttl: Duration | None = Field(None, gt=0, description="time after which an idle block is evicted before all others")
 
 
-class ContiguousSeat(TableSeat):
-    """A seat that keeps its committed token ids, so that a later sequence can find its block by prefix."""
+class ContiguousSequence(SingleBlockSequence):
+    """A sequence that keeps its committed token ids, so that a later one can find its block by prefix."""
 
-    __slots__ = ("priority", "salt", "tokens", "ttl")
+    cache: ContiguousCache
 
-    def __init__(self, index: int, blocks: list[int], length: int = 0) -> None:
-        super().__init__(index, blocks, length)
+    def __init__(self, cache: ContiguousCache, block: int, length: int = 0) -> None:
+        super().__init__(cache, block, length)
         self.tokens: list[int] = []
-        self.salt: Salt | None = None  # None: no later sequence may reuse the seat's block
+        self.salt: Salt | None = None  # None: no later sequence may reuse the block
         self.priority = 0  # eviction priority of the block after close(): blocks of higher priority stay longer
         self.ttl = math.inf  # seconds after close() from which the block is evicted before all others
+
+    def commit(self, ids: Sequence[int]) -> None:
+        super().commit(ids)
+        self.tokens += ids
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        del self.tokens[length:]
+
+    def fork(self) -> ContiguousSequence | None:
+        child = super().fork()
+        if child is not None:
+            child.tokens, child.salt, child.miss = list(self.tokens), self.salt, self.miss
+            child.priority, child.ttl = self.priority, self.ttl
+        return child
+
+    def close(self) -> None:
+        tokens = np.array(self.tokens[: self.length], np.int64)
+        # Only tokens before the first embedding (a negative id) can be reused
+        num_reusable = _common_prefix_length(tokens >= 0, np.ones(len(tokens), bool))
+        block = self.leave()
+        if self.salt is None or self.spoiled or not num_reusable:
+            self.cache.free(block)
+        else:
+            self.cache.keep_idle(block, IdleSequence(tokens[:num_reusable], self.salt), self.priority, self.ttl)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +97,11 @@ class IdleSequence:
     salt: Salt
 
 
-class ContiguousCache(SingleBlockCache[ContiguousSeat]):
+class ContiguousCache(SingleBlockCache[ContiguousSequence]):
     """A cache with one block of max_seq_len tokens per sequence; a token's slot is its position."""
 
     options_type = ContiguousOptions
-    seat_type = ContiguousSeat
+    sequence_type = ContiguousSequence
 
     def __init__(self, setup: CacheSetup, options: ContiguousOptions) -> None:
         super().__init__(setup, options)
@@ -92,60 +117,48 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         return geometry.max_seq_len, 1
 
     # ---------------------------------------------------------------- open, close
-    def open(
-        self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None
-    ) -> ContiguousSeat | None:
+    def open(self, text: Text) -> ContiguousSequence | None:
         if self.table.is_full:
             return None
-        block, common = self._find_reusable_block(tokens, salt, max_cached)
+        block, common = self._find_reusable_block(text)
         if block is None:
-            seat = self._allocate_seat(0)
+            opened = self.allocate_sequence(0)
         else:
             self._remove_idle(block)
             self._block_metrics.on_block_reused(block)
-            seat = self._make_seat(block, common)
-        if seat is None:
+            opened = self.make_sequence(block, common)
+        if opened is None:
             return None
-        seat.ttl = self._ttl
-        seat.tokens, seat.salt = list(tokens[:common]), salt if self.prefix_cache else None
-        seat.miss = self._find_miss_reason(tokens, salt, common, max_cached)
-        return seat
+        opened.priority, opened.ttl = text.priority, self._ttl if text.ttl is None else text.ttl
+        opened.tokens, opened.salt = list(text.ids[:common]), text.salt if self.prefix_cache else None
+        opened.miss = self._find_miss_reason(text, common)
+        return opened
 
-    def close(self, seat: ContiguousSeat) -> None:
-        tokens = np.array(seat.tokens[: seat.length], np.int64)
-        # only tokens before the first embedding (a negative id) can be reused
-        num_reusable = _common_prefix_length(tokens >= 0, np.ones(len(tokens), bool))
-        if seat.salt is None or not num_reusable:
-            self._block_metrics.on_block_removed(seat.blocks[0])
-            super().close(seat)
-            return
-        self.seats.remove(seat)
-        self.table.release_row(seat.index)
-        block = seat.blocks.pop()
-        self._idle[block] = IdleSequence(tokens[:num_reusable], seat.salt)
-        self._eviction_queue.update_retention(block, seat.priority, seat.ttl)
+    def allocate_sequence(self, length: int) -> ContiguousSequence | None:
+        allocated = super().allocate_sequence(length)
+        if allocated is not None:
+            self._block_metrics.on_block_allocated(allocated.blocks[0])
+        return allocated
+
+    def free(self, block: int) -> None:
+        """Free the block of a closed sequence."""
+        self._block_metrics.on_block_removed(block)
+        self.region.release([block])
+
+    def keep_idle(self, block: int, idle: IdleSequence, priority: int, ttl: float) -> None:
+        """Keep the block of a closed sequence for later ones."""
+        self._idle[block] = idle
+        self._eviction_queue.update_retention(block, priority, ttl)
         self._eviction_queue.insert(block, self.region.size)
         self._block_metrics.on_block_idle(block)
 
-    def discard(self, seat: ContiguousSeat) -> None:
-        seat.salt = None
-
-    def _allocate_seat(self, length: int) -> ContiguousSeat | None:
-        seat = super()._allocate_seat(length)
-        if seat is not None:
-            self._block_metrics.on_block_allocated(seat.blocks[0])
-        return seat
-
-    def retain(self, seat: ContiguousSeat, *, priority: int, ttl: float | None) -> None:
-        seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
-
-    def _find_reusable_block(self, tokens: Sequence[int], salt: Salt, max_cached: int | None) -> tuple[int | None, int]:
+    def _find_reusable_block(self, text: Text) -> tuple[int | None, int]:
         """Return (idle block with the longest common prefix, the prefix's length in tokens), or (None, 0).
 
         Of several such blocks it is the most recently used one. A block that would lose more than half of its tokens is
         not reused while there is free memory.
         """
-        ids, max_common = np.array(tokens, np.int64), count_reusable_tokens(tokens, max_cached)
+        ids, max_common, salt = np.array(text.ids, np.int64), text.num_reusable, text.salt
         best, longest = None, 0
         for block, idle in self._idle.items():
             common = min(max_common, _common_prefix_length(idle.tokens, ids)) if idle.salt == salt else 0
@@ -161,36 +174,19 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         del self._idle[block]
         self._eviction_queue.discard(block)
 
-    def _find_miss_reason(self, tokens: Sequence[int], salt: Salt, common: int, max_cached: int | None) -> Miss | None:
+    def _find_miss_reason(self, text: Text, common: int) -> Miss | None:
         if not self.prefix_cache:
             return "bypass"
-        if common == count_reusable_tokens(tokens):
+        if common == count_reusable_tokens(text.ids):
             return None if common else "short"
-        if common == max_cached:
+        if common == text.max_cached:
             return "bypass"
-        longer_prefix = list(tokens[: common + 1])
-        seats = (seat for seat in self.seats if seat.salt == salt)
-        if any(seat.tokens[: common + 1] == longer_prefix for seat in seats):
+        longer_prefix, salt = list(text.ids[: common + 1]), text.salt
+        sequences = (sequence for sequence in self.sequences if sequence.salt == salt)
+        if any(sequence.tokens[: common + 1] == longer_prefix for sequence in sequences):
             return "busy"
         others = (i for i in self._idle.values() if i.salt != salt and salt.differs_only_in_cache_salt(i.salt))
         return "salt" if any(idle.tokens[: common + 1].tolist() == longer_prefix for idle in others) else "cold"
-
-    # ---------------------------------------------------------------- commit, crop, fork
-    def commit(self, plan: Plan[ContiguousSeat], tokens: Sequence[Sequence[int]]) -> None:
-        super().commit(plan, tokens)
-        for row, ids in zip(plan.rows, tokens, strict=True):
-            row.seat.tokens += ids
-
-    def crop(self, seat: ContiguousSeat, length: int) -> None:
-        super().crop(seat, length)
-        del seat.tokens[length:]
-
-    def fork(self, seat: ContiguousSeat) -> ContiguousSeat | None:
-        child = super().fork(seat)
-        if child is not None:
-            child.tokens, child.salt, child.miss = list(seat.tokens), seat.salt, seat.miss
-            child.priority, child.ttl = seat.priority, seat.ttl
-        return child
 
     # ---------------------------------------------------------------- idle memory
     @property
@@ -214,9 +210,9 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
             self._remove_idle(block)
             self._block_metrics.on_block_removed(block)
             self.region.release([block])
-        for seat in self.seats:
-            if seat.salt is not None and scope.includes(seat.salt):
-                seat.salt = None
+        for sequence in self.sequences:
+            if sequence.salt is not None and scope.includes(sequence.salt):
+                sequence.salt = None
         return len(cleared) * self.region.size
 
     def usage(self) -> CacheUsage:
@@ -225,8 +221,8 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         return usage._replace(reserved=usage.reserved + idle, idle=idle)
 
     def inspect(self) -> dict[str, Any]:
-        seats = [{"tokens": s.length, "cached_tokens": s.cached, "blocks": 1} for s in self.seats]
-        return {"block_size": self.store.block_size, "blocks": self.blocks()._asdict(), "seats": seats}
+        sequences = [{"tokens": s.length, "cached_tokens": s.found, "blocks": 1} for s in self.sequences]
+        return {"block_size": self.store.block_size, "blocks": self.blocks()._asdict(), "sequences": sequences}
 
     def blocks(self) -> Blocks:
         return super().blocks()._replace(idle=len(self._idle))
@@ -235,7 +231,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         states[list(self._idle)] = BlockState.IDLE
 
     def describe_block(self, region: Region, block: int) -> BlockInfo | None:
-        lengths = {seat.blocks[0]: seat.length for seat in self.seats}
+        lengths = {sequence.blocks[0]: sequence.length for sequence in self.sequences}
         lengths |= {block: len(idle.tokens) for block, idle in self._idle.items()}
         if block not in lengths:
             return None
@@ -248,12 +244,12 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
     def check_integrity(self) -> None:
         self._eviction_queue.check_integrity()
         assert len(self._eviction_queue) == len(self._idle)
-        blocks = [seat.blocks[0] for seat in self.seats] + list(self._idle)
+        blocks = [sequence.blocks[0] for sequence in self.sequences] + list(self._idle)
         assert len(set(blocks)) == len(blocks)
         self._block_metrics.check_integrity(set(blocks), self._idle.keys())
         assert self.region.num_held == len(blocks)
-        for seat in self.seats:
-            assert len(seat.tokens) == seat.length <= self.setup.geometry.max_seq_len
+        for sequence in self.sequences:
+            assert len(sequence.tokens) == sequence.length <= self.setup.geometry.max_seq_len
 
 
 def _common_prefix_length(a: NDArray[Any], b: NDArray[Any]) -> int:

@@ -6,13 +6,73 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from cache_strategies.base import Rows
 from cache_strategies.memory import Region
-from cache_strategies.types import EVERYTHING, BlockInfo, BlockNaming, CachedPrefix, Pin, Salt, SaltScope
+from cache_strategies.types import (
+    EVERYTHING,
+    BlockEvents,
+    BlockInfo,
+    BlockNaming,
+    Blocks,
+    CachedPrefix,
+    CacheUsage,
+    Pin,
+    Salt,
+    SaltScope,
+)
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """A cache that says how it uses its memory; for others all held bytes that are not idle count as used."""
+
+    def usage(self) -> CacheUsage:
+        """Return the memory by use, from the bookkeeping on the host."""
+
+    def blocks(self) -> Blocks:
+        """Return the numbers of blocks by state."""
+
+
+@runtime_checkable
+class Budgeted(Protocol):
+    """A cache that keeps a budget of tokens."""
+
+    def budget(self, length: int) -> int | None:
+        """Return how many tokens of a text of this length are kept at most; None: there is no budget."""
+
+
+@runtime_checkable
+class Gathering(Protocol):
+    """A cache whose keys can be read, by tests, the plug-in kit and the adapter for transformers."""
+
+    def gather(self, layer: int, rows: Rows[Any], row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (K [S,H,D], V [S,H,Dv], their positions) that the last token of a located row attends to.
+
+        Positions are [S] and ascend, or [S, H] if heads keep different tokens; -1 fills up heads that keep fewer. They
+        are those in the text: they say which tokens these are. A strategy that counts positions within the cache
+        returns keys as it has rotated them: the last key at the token's own position, the one before it one lower, ...
+        """
+
+
+@runtime_checkable
+class SelfChecking(Protocol):
+    """A cache that can check its bookkeeping."""
+
+    def check_integrity(self) -> None:
+        """Assert that the internal bookkeeping is consistent. Called between steps (setting `check_integrity`)."""
+
+
+@runtime_checkable
+class BlockCounting(Protocol):
+    """A cache that counts what happens to its blocks."""
+
+    def collect_block_events(self) -> BlockEvents | None:
+        """Return the block events since the last call, and clear them; None if there were none."""
 
 
 @runtime_checkable
@@ -40,6 +100,9 @@ class Pinning(Protocol):
         """Remove a pin; return whether there was a pin with that id."""
 
     def pins(self) -> Sequence[Pin]: ...
+
+    def pinned_blocks(self) -> Mapping[Region, Collection[int]]:
+        """Return the pinned blocks by region, which cannot be evicted."""
 
 
 @runtime_checkable

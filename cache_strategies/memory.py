@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -219,6 +219,11 @@ class Owner(Protocol):
         """Free idle blocks until at least `num_bytes` bytes are freed, or none is left; return the bytes freed."""
         ...
 
+
+@runtime_checkable
+class PinningOwner(Protocol):
+    """An owner of which blocks may be pinned."""
+
     def pinned_blocks(self) -> Mapping[Region, Collection[int]]:
         """Return the blocks that cannot be evicted because they are pinned."""
         ...
@@ -232,10 +237,6 @@ class NoOwner:
     def evict(self, num_bytes: int) -> int:
         """Free nothing."""
         return 0
-
-    def pinned_blocks(self) -> Mapping[Region, Collection[int]]:
-        """Return no blocks."""
-        return {}
 
 
 class Bounds(NamedTuple):
@@ -479,7 +480,7 @@ class Memory:
 
         The reason is that the longest sequence of some instance would not fit. For None the present value is kept.
         """
-        shares, pins = dict(self._shares), {each: share.owner.pinned_blocks() for each, share in self._shares.items()}
+        shares, pins = dict(self._shares), {each: _list_pinned(share.owner) for each, share in self._shares.items()}
         shares[name] = replace(shares[name], bounds=bounds or shares[name].bounds)
         pins[name] = pins[name] if pinned is None else pinned
         placed = [
@@ -555,3 +556,7 @@ class Memory:
                 assert len(region.placement.list_used()) == region.placement.num_used == region.num_held, region.what
             assert share.held == sum(region.num_held * region.size for region in share.memory.regions)
         assert self.held_bytes == sum(share.held for share in self._shares.values())
+
+
+def _list_pinned(owner: Owner) -> Mapping[Region, Collection[int]]:
+    return owner.pinned_blocks() if isinstance(owner, PinningOwner) else {}

@@ -25,7 +25,7 @@ from kernels.ops import Ops
 ENTRY_POINT_GROUP = "kvmux.cache_strategies"
 
 HOW_TO_CHANGE = (
-    "change the class as docs/guide/strategies.md says under 'From version 1 to 2', and set its "
+    "change the class as docs/guide/strategies.md says under 'From version 2 to 3', and set its "
     f"interface_version = {INTERFACE_VERSION}"
 )
 

@@ -1,24 +1,75 @@
-"""The base class of caches with one block per seat, allocated when the seat opens and freed when it closes.
+"""The base classes of caches with one block per sequence, allocated when it opens and freed when it closes.
 
-The strategies contiguous and sliding_window are subclasses. A block has all the slots that its seat ever uses.
+The strategies contiguous and sliding_window are subclasses. A block has all the slots that its sequence ever uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from cache_strategies.block_table import BlockTableCache, TableSeat, TableSeatT, resolve_kv_dtype
-from cache_strategies.types import NO_SALT, Blocks, CacheUsage, Geometry, Salt, Sizes
+from cache_strategies.block_table import BlockTableCache, TableSequence, TableSequenceT, resolve_kv_dtype
+from cache_strategies.types import Blocks, CacheUsage, Geometry, Sizes, Text
 from kernels.store import KVStore, compute_block_bytes
 
 
-class SingleBlockCache(BlockTableCache[TableSeatT]):
-    """A cache with one block per seat. A subclass sets the block's size, and max_row and rewind of its contract."""
+class SingleBlockSequence(TableSequence):
+    """A sequence with one block of its cache."""
 
-    seat_type: type[TableSeatT] = TableSeat  # type: ignore[assignment]  # default; a subclass may set its own
+    cache: SingleBlockCache[Any]
+
+    def __init__(self, cache: SingleBlockCache[Any], block: int, length: int = 0) -> None:
+        super().__init__(cache.table.allocate_row(), [block], length)
+        self.cache = cache
+        self.room = cache.setup.geometry.max_seq_len
+        self._set_stop()
+        cache.table.write(self)
+        cache.sequences.add(self)
+
+    def reserve(self, num_tokens: int) -> bool:
+        end = self.length + num_tokens
+        assert end <= self.cache.setup.geometry.max_seq_len
+        assert self.stop is None or end <= self.stop, "a row must end at `stop`"
+        return True
+
+    def commit(self, ids: Sequence[int]) -> None:
+        self.length += len(ids)
+        self._set_stop()
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._set_stop()
+
+    def _set_stop(self) -> None:
+        if self.cache.max_row is not None:
+            self.stop = self.length + self.cache.max_row
+
+    def fork(self) -> Self | None:
+        child = self.cache.allocate_sequence(self.length)
+        if child is None:
+            return None
+        child.found = self.found
+        self.cache.setup.ops.copy_blocks(self.cache.store, self.blocks, child.blocks)
+        assert isinstance(child, type(self))
+        return child
+
+    def close(self) -> None:
+        self.cache.region.release([self.leave()])
+
+    def leave(self) -> int:
+        """Leave the cache; return the block, which stays allocated."""
+        self.cache.sequences.remove(self)
+        self.cache.table.release_row(self.index)
+        return self.blocks.pop()
+
+
+class SingleBlockCache(BlockTableCache[TableSequenceT]):
+    """A cache with one block per sequence. A subclass sets the block's size, and how long rows may be."""
+
+    sequence_type: type[TableSequenceT] = SingleBlockSequence  # type: ignore[assignment]  # a subclass may set its own
+    max_row: int | None = None  # most tokens of a row; None: any number
 
     @classmethod
     def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
@@ -30,51 +81,33 @@ class SingleBlockCache(BlockTableCache[TableSeatT]):
         self.region, store = self.make_store(parts[0], block_size, dtype)
         return [store]
 
-    def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> TableSeatT | None:
-        return self._allocate_seat(length=0)
+    def open(self, text: Text) -> TableSequenceT | None:
+        return self.allocate_sequence(length=0)
 
-    def _allocate_seat(self, length: int) -> TableSeatT | None:
-        """Return a seat of `length` tokens with a newly allocated block; None if there is not enough memory."""
+    def allocate_sequence(self, length: int) -> TableSequenceT | None:
+        """Return a sequence of `length` tokens with a newly allocated block; None if there is not enough memory."""
         blocks = None if self.table.is_full else self.region.allocate()
-        return None if blocks is None else self._make_seat(blocks[0], length)
+        return None if blocks is None else self.make_sequence(blocks[0], length)
 
-    def _make_seat(self, block: int, length: int) -> TableSeatT:
-        seat = self.seat_type(self.table.allocate_row(), [block], length)
-        if type(self).grow is SingleBlockCache.grow:  # else a subclass has something to do for each row
-            seat.room = self.setup.geometry.max_seq_len
-        self.table.write(seat)
-        self.seats.add(seat)
-        return seat
-
-    def grow(self, seat: TableSeatT, num_tokens: int) -> bool:
-        assert num_tokens <= (self.contract.max_row or num_tokens), "a row must not be longer than contract.max_row"
-        assert seat.length + num_tokens <= self.setup.geometry.max_seq_len
-        return True
-
-    def fork(self, seat: TableSeatT) -> TableSeatT | None:
-        child = self._allocate_seat(seat.length)
-        if child is not None:
-            child.cached = seat.cached
-            self.setup.ops.copy_blocks(self.store, seat.blocks, child.blocks)
-        return child
-
-    def close(self, seat: TableSeatT) -> None:
-        self.seats.remove(seat)
-        self.table.release_row(seat.index)
-        self.region.release([seat.blocks.pop()])
+    def make_sequence(self, block: int, length: int) -> TableSequenceT:
+        """Return a sequence of `length` tokens, which are in a block already."""
+        make: Any = self.sequence_type
+        made: TableSequenceT = make(self, block, length)
+        return made
 
     def usage(self) -> CacheUsage:
-        tokens = sum(seat.length for seat in self.seats)
-        kept = sum(min(seat.num_kept, self.store.block_size) for seat in self.seats)
-        reserved, used = len(self.seats) * self.region.size, kept * self.store.block_bytes // self.store.block_size
-        return CacheUsage(len(self.seats), tokens, reserved, used, 0, reserved - used, self.setup.memory.limit_bytes)
+        tokens = sum(each.length for each in self.sequences)
+        kept = sum(min(each.num_kept, self.store.block_size) for each in self.sequences)
+        reserved, used = len(self.sequences) * self.region.size, kept * self.store.block_bytes // self.store.block_size
+        limit = self.setup.memory.limit_bytes
+        return CacheUsage(len(self.sequences), tokens, reserved, used, 0, reserved - used, limit)
 
     def blocks(self) -> Blocks:
-        return Blocks(in_use=len(self.seats))
+        return Blocks(in_use=len(self.sequences))
 
     def check_integrity(self) -> None:
-        blocks = [seat.blocks[0] for seat in self.seats]
+        blocks = [each.blocks[0] for each in self.sequences]
         assert len(set(blocks)) == len(blocks)
         assert self.region.num_held == len(blocks)
-        assert len({seat.index for seat in self.seats}) == len(self.seats)
-        assert all(0 <= seat.length <= self.setup.geometry.max_seq_len for seat in self.seats)
+        assert len({each.index for each in self.sequences}) == len(self.sequences)
+        assert all(0 <= each.length <= self.setup.geometry.max_seq_len for each in self.sequences)

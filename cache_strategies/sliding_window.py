@@ -19,8 +19,8 @@ from typing import Any
 from pydantic import Field
 
 from cache_strategies.base import CacheSetup
-from cache_strategies.block_table import TableOptions, TableSeat
-from cache_strategies.single_block import SingleBlockCache
+from cache_strategies.block_table import TableOptions
+from cache_strategies.single_block import SingleBlockCache, SingleBlockSequence
 from cache_strategies.types import Contract, Geometry
 
 INT32_MAX = 2**31 - 1  # largest int32, the type of positions on the device; maximum of the options
@@ -40,14 +40,25 @@ class WindowOptions(TableOptions):
     )
 
 
-class SlidingWindowCache(SingleBlockCache[TableSeat]):
-    """A cache with one block per seat: slots for the sinks, then a ring buffer for the window."""
+class WindowSequence(SingleBlockSequence):
+    """A sequence that nobody finds, as its first tokens are overwritten."""
+
+    miss = "window"
+
+    def truncate(self, length: int) -> None:
+        assert length == self.length or self.cache.contract.rewind is None, "more than contract.rewind"
+        super().truncate(length)
+
+
+class SlidingWindowCache(SingleBlockCache[WindowSequence]):
+    """A cache with one block per sequence: slots for the sinks, then a ring buffer for the window."""
 
     options_type = WindowOptions
+    sequence_type = WindowSequence
 
     def __init__(self, setup: CacheSetup, options: WindowOptions) -> None:
         geometry = setup.geometry
-        max_row = _compute_max_row(options, geometry)
+        self.max_row = _compute_max_row(options, geometry)
         self.sinks = options.sinks
         self.ring = _compute_ring_size(options, geometry)
         self.window = options.window
@@ -56,17 +67,8 @@ class SlidingWindowCache(SingleBlockCache[TableSeat]):
         sees_all = all(spec.window is not None and spec.window <= options.window for spec in geometry.layers)
         self.contract = Contract(
             exact=not self.is_quantized and (sees_all or options.sinks + options.window >= geometry.max_seq_len),
-            forkable=True,
             rewind=0 if wraps else None,  # the tokens that a wrapped ring has overwritten cannot be restored
-            replayable=True,
-            chunk_invariant=True,
-            max_row=max_row,
         )
-
-    def _make_seat(self, block: int, length: int) -> TableSeat:
-        seat = super()._make_seat(block, length)
-        seat.miss = "window"
-        return seat
 
     @classmethod
     def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:

@@ -56,28 +56,36 @@ def count_reusable_tokens(tokens: Sequence[int], max_cached: int | None = None) 
     return max(0, limit if max_cached is None else min(limit, max_cached))
 
 
+class Text(NamedTuple):
+    """A text for which a sequence is opened: its tokens so far, and how they are cached."""
+
+    ids: Sequence[int]
+    salt: Salt = NO_SALT  # only tokens of sequences with an equal salt are found
+    max_cached: int | None = None  # most tokens that may be found; None: any number
+    priority: int = 0  # tokens of higher priority stay longer in the cache after close()
+    ttl: float | None = (
+        None  # seconds after close() from which they are evicted before all others; None: the option `ttl`
+    )
+
+    @property
+    def num_reusable(self) -> int:
+        """How many leading tokens may be found: never the last, whose logits are needed."""
+        return count_reusable_tokens(self.ids, self.max_cached)
+
+
 class Contract(NamedTuple):
     """The properties that a strategy instance guarantees, given its options and the model's layers."""
 
-    exact: bool  # every key that the model's own attention uses is kept as it was computed
-    forkable: bool  # fork() can duplicate a seat if there is memory
-    rewind: int | None  # maximum number of committed tokens that crop() may drop between two commits; None: any number
-    replayable: bool  # a seat that is closed and computed again from its first token gets the same state
-    # A seat's state and, with batch-invariant kernels, its attention do not depend on how tokens were split into rows.
-    chunk_invariant: bool
-    max_row: int | None  # maximum number of tokens in a row, to which the scheduler splits prompts; None: no maximum
+    exact: bool = True  # every key that the model's own attention uses is kept as it was computed
+    rewind: int | None = None  # most tokens that truncate() may drop between two commits; None: any number
+    replayable: bool = True  # a sequence that is closed and computed again from its first token gets the same state
+    # The state and, with batch-invariant kernels, the attention do not depend on how tokens were split into rows
+    chunk_invariant: bool = True
     # A text may become longer than max_seq_len, though its prompt may not, as positions are counted within the cache.
     unbounded: bool = False
 
 
-KEEPS_EVERYTHING = Contract(
-    exact=True,
-    forkable=True,
-    rewind=None,
-    replayable=True,
-    chunk_invariant=True,
-    max_row=None,
-)
+KEEPS_EVERYTHING = Contract()
 
 
 class CacheUsage(NamedTuple):
@@ -90,7 +98,7 @@ class CacheUsage(NamedTuple):
     idle: int  # bytes that hold tokens of closed seats, kept for reuse
     wasted: int  # bytes of held blocks that hold no tokens
     limit: int  # maximum of `reserved`
-    # bytes that open seats hold outside of the regions, such as what a scorer of keys remembers: in none of the others
+    # bytes that open sequences hold outside of the regions, such as a scorer's memory of keys: in none of the others
     outside: int = 0
 
 

@@ -521,8 +521,8 @@ class Settings(BaseSettings):
     )
     check_integrity: bool = Field(
         False,
-        description="check the caches' and the arena's bookkeeping while the engine is idle, and stop the engine if it "
-        "is inconsistent; for developers of strategies",
+        description="check the bookkeeping of caches and of the KV memory while the engine is idle, and stop the "
+        "engine if it is inconsistent; for developers of strategies",
     )
     tool_call_parser: str = Field(
         "auto",

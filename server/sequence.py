@@ -7,44 +7,43 @@ from collections.abc import Sequence
 
 import torch
 
-from cache_strategies.base import Row
 from server.engine.batch import Batch, RowInput
 from server.engine.instance import Instance
 from server.engine.scheduling.scheduler import has_room, limit_row
 
 _NO_TOKEN_ID = -1  # stands for the id of a token of which only the embedding is given: its block is not shared
-POLL_INTERVAL = 0.001  # seconds between two polls of a seat that is not ready
+POLL_INTERVAL = 0.001  # seconds between two polls of a sequence that is not ready
 
 
 class CachedSequence:
-    """Implements `server.models.base.SequenceCache` with a seat of a KVCache."""
+    """Implements `server.models.base.SequenceCache` with a sequence of a KVCache."""
 
     def __init__(self, instance: Instance, device: torch.device | str = "cpu", token_ids: Sequence[int] = ()) -> None:
-        """Open a seat in an instance for a new sequence. Raises MemoryError if there is no room.
+        """Open a new sequence in an instance. Raises MemoryError if there is no room.
 
         `token_ids`: the ids of the tokens to come; the caller may append to the list later. A strategy with a prefix
         cache finds their longest cached prefix (`length` tokens, which must not be computed again) and caches the
         rest. Without ids nothing is shared.
         """
         instance.poll()
-        seat = instance.open(token_ids or [_NO_TOKEN_ID])
-        if seat is None:
+        opened = instance.open(token_ids or [_NO_TOKEN_ID])
+        if opened is None:
             raise MemoryError(f"no room in {instance.name!r}: give it more memory or close other sequences")
-        self._instance, self._seat, self._device, self._token_ids = instance, seat, device, token_ids
+        self._instance, self._sequence, self._device, self._token_ids = instance, opened, device, token_ids
         self._batch: Batch | None = None
-        self._num_planned = 0  # tokens of the batch
-        self.length = seat.length  # number of committed tokens
+        self._num_located = 0  # tokens of the batch
+        self.length = opened.length  # number of committed tokens
 
     @property
     def position(self) -> int:
         """The position of the next token, for RoPE."""
-        with self._instance.region["plan"]:
-            return self._seat.position
+        with self._instance.guard["locate"]:
+            return self.length - self._sequence.shift
 
     def limit_row(self, num_tokens: int) -> int:
         """Return how many of `num_tokens` tokens the next batch may have."""
-        with self._instance.region["schedule"]:
-            return limit_row(self._instance, self._seat, num_tokens)
+        with self._instance.guard["schedule"]:
+            return limit_row(self._sequence, self.length, num_tokens)
 
     def begin(self, num_tokens: int) -> Batch:
         """Allocate memory for the next tokens and return their batch, which is their `Attention`.
@@ -53,17 +52,18 @@ class CachedSequence:
         """
         instance = self._instance
         instance.poll()
-        with instance.region["schedule"]:
-            while not instance.strategy.ready(self._seat):
+        with instance.guard["schedule"]:
+            while not self._sequence.ready():
                 time.sleep(POLL_INTERVAL)
                 instance.poll()
-            is_grown = has_room(instance, self._seat, self.length, num_tokens)
-        if not is_grown:
+            is_reserved = has_room(self._sequence, self.length, num_tokens)
+        if not is_reserved:
             raise MemoryError(f"no room in {instance.name!r} for {num_tokens} more tokens")
         named = self._token_ids[self.length : self.length + num_tokens]
         ids = [*named, *[_NO_TOKEN_ID] * (num_tokens - len(named))]
-        self._num_planned = num_tokens
-        self._batch = Batch([RowInput(instance, Row(self._seat, num_tokens), ids, num_logits=1)], self._device)
+        self._num_located = num_tokens
+        row = RowInput(instance, self._sequence, self.length, ids, num_logits=1)
+        self._batch = Batch([row], self._device)
         return self._batch
 
     def commit(self) -> None:
@@ -72,11 +72,11 @@ class CachedSequence:
         batch, self._batch = self._batch, None
         for error in batch.commit().values():
             raise error
-        self.length += self._num_planned
+        self.length += self._num_located
 
     def discard(self) -> None:
         """Remove this sequence's blocks from the prefix cache, as their values may be NaN; close() must follow."""
-        self._instance.discard(self._seat)
+        self._instance.mark_spoiled(self._sequence)
 
     def close(self) -> None:
-        self._instance.close(self._seat)
+        self._instance.close(self._sequence)

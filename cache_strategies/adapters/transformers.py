@@ -20,8 +20,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.configuration_utils import PreTrainedConfig
 
 from cache_strategies.adapters.standalone import build_standalone_cache
-from cache_strategies.base import Plan, Row, Seat
-from cache_strategies.types import CacheUsage, Geometry
+from cache_strategies.base import KVSequence, Locations, Rows
+from cache_strategies.features import Gathering, Reporting
+from cache_strategies.types import CacheUsage, Geometry, Text
 from kernels.types import LayerSpec
 
 _UNKNOWN_TOKEN_ID = -1  # stands for every token id, as transformers passes none to a cache; prevents prefix sharing
@@ -67,12 +68,15 @@ class StrategyCache(Cache):
         geometry = Geometry(self._specs, kv_dtype, max_batch_size, max_seq_len, max_num_batched_tokens=max_seq_len)
         self._cache = build_standalone_cache(strategy, options, geometry, torch.device(device))
         self._exact = self._cache.contract.exact
+        if not isinstance(self._cache, Gathering):
+            self._refuse("does not let its keys be read", "define its method `gather`")
         if self._cache.contract.unbounded:
             self._refuse("counts positions within the cache, and transformers in the text", "use `kvmux serve`")
-        self._has_gaps = not self._exact and any(map(self._leaves_gaps, set(self._specs)))
-        self._seats: list[Seat] = []  # one seat per sequence of the batch, all of the same length
+        self._has_gaps = not self._exact and self._leaves_gaps()
+        self._sequences: list[KVSequence] = []  # one sequence per sequence of the batch, all of the same length
         self._forward_pass: _ForwardPass | None = None  # the forward pass in which not all layers are updated yet
         self._num_cropped = 0  # tokens dropped since the last forward pass
+        self._first_stop = self._find_first_stop()
         croppable = self._cache.contract.rewind != 0
         layers: list[Any] = [StrategyLayer(self, i, spec.window, croppable) for i, spec in enumerate(self._specs)]
         super().__init__(layers=layers)
@@ -81,21 +85,24 @@ class StrategyCache(Cache):
     @property
     def length(self) -> int:
         """The number of tokens per sequence that have gone through all layers."""
-        return self._seats[0].length if self._seats else 0
+        return self._sequences[0].length if self._sequences else 0
 
     @property
     def batch_size(self) -> int:
-        return len(self._seats) or -1  # in transformers -1 means that the cache is unused
+        return len(self._sequences) or -1  # in transformers -1 means that the cache is unused
 
     def usage(self) -> CacheUsage:
         """Return the cache's memory in bytes: reserved, used by tokens, idle and wasted."""
-        return self._cache.usage()
+        if isinstance(self._cache, Reporting):
+            return self._cache.usage()
+        held, tokens = self._cache.setup.memory.held_bytes, sum(each.length for each in self._sequences)
+        return CacheUsage(len(self._sequences), tokens, held, held, 0, 0, self._cache.setup.memory.limit_bytes)
 
     def reset(self) -> None:
         """Drop all sequences; keep the allocated memory for the next batch."""
         self._forward_pass = None
-        while self._seats:
-            self._cache.close(self._seats.pop())
+        while self._sequences:
+            self._sequences.pop().close()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the latest tokens; their number is given negated, as in transformers. 0 drops a failed forward pass."""
@@ -113,9 +120,9 @@ class StrategyCache(Cache):
             )
         length = self.length + tokens_to_remove
         self._num_cropped -= tokens_to_remove
-        for seat in self._seats if tokens_to_remove else ():
-            self._cache.crop(seat, length)
-            assert seat.length == length, "a seat without shared blocks is cropped exactly"
+        for sequence in self._sequences if tokens_to_remove else ():
+            sequence.truncate(length)
+            assert sequence.length == length, "a sequence without shared blocks is cropped exactly"
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence i of the batch by sequence beam_idx[i], for beam search."""
@@ -123,11 +130,11 @@ class StrategyCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the sequences of the batch at these indices, in this order."""
-        self._select_rows(torch.arange(len(self._seats))[indices.cpu()].tolist())
+        self._select_rows(torch.arange(len(self._sequences))[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence of the batch `repeats` times; its copies are adjacent."""
-        self._select_rows([row for row in range(len(self._seats)) for _ in range(repeats)])
+        self._select_rows([row for row in range(len(self._sequences)) for _ in range(repeats)])
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise StrategyCacheError(
@@ -140,20 +147,21 @@ class StrategyCache(Cache):
         Raises ValueError if they are more than max_batch_size, and StrategyCacheError if the strategy cannot fork.
         """
         self._check_no_partial_pass()
-        if not self._seats:
+        if not self._sequences:
             return
         if len(rows) > self.max_batch_size:
             raise ValueError(f"{len(rows)} rows exceed max_batch_size={self.max_batch_size}: raise it")
-        if len(set(rows)) < len(rows) and not self._cache.contract.forkable:
-            self._refuse("cannot fork a sequence", "use paged, or num_beams=1 and num_return_sequences=1")
-        for i in set(range(len(self._seats))) - set(rows):  # closed first, so that forks can use their memory
-            self._cache.close(self._seats[i])
-        self._seats = [
-            self._seats[row] if row not in rows[:i] else self._fork_seat(self._seats[row]) for i, row in enumerate(rows)
+        for i in set(range(len(self._sequences))) - set(rows):  # closed first, so that forks can use their memory
+            self._sequences[i].close()
+        self._sequences = [
+            self._sequences[row] if row not in rows[:i] else self._fork_sequence(self._sequences[row])
+            for i, row in enumerate(rows)
         ]
 
-    def _fork_seat(self, seat: Seat) -> Seat:
-        child = self._cache.fork(seat)
+    def _fork_sequence(self, sequence: KVSequence) -> KVSequence:
+        if type(sequence).fork is KVSequence.fork:
+            self._refuse("cannot fork a sequence", "use paged, or num_beams=1 and num_return_sequences=1")
+        child = sequence.fork()
         if child is None:
             raise MemoryError(f"strategy {self._kind!r} has not enough memory to fork a sequence: raise max_batch_size")
         return child
@@ -161,7 +169,7 @@ class StrategyCache(Cache):
     # ---------------------------------------------------------------- called by the layers
     def mask_sizes(self, layer: int, num_new_tokens: int) -> tuple[int, int]:
         """Return (number of keys that `update_layer` will return for the new tokens, position of the first key)."""
-        num_keys = self._count_visible(self._specs[layer], self.length + 1) + num_new_tokens - 1
+        num_keys = self._count_visible(layer, self.length + 1) + num_new_tokens - 1
         return num_keys, self.length + num_new_tokens - num_keys
 
     @torch.no_grad()
@@ -172,22 +180,22 @@ class StrategyCache(Cache):
         if self._forward_pass is None:
             self._forward_pass = self._begin_forward_pass(B, n)
         forward_pass = self._forward_pass
-        if layer in forward_pass.updated_layers or (B, n) != (len(self._seats), forward_pass.num_new_tokens):
+        if layer in forward_pass.updated_layers or (B, n) != (len(self._sequences), forward_pass.num_new_tokens):
             self._check_no_partial_pass()
         dtype = self._cache.setup.geometry.kv_dtype
         k, v = (x.detach().to(dtype).transpose(1, 2).flatten(0, 1) for x in (key, value))  # each [B * n, H, D]
-        self._cache.attend(forward_pass.plan, layer, k, k, v, torch.empty_like(v))  # writes: build_standalone_cache
+        self._write(forward_pass.located, forward_pass.rows, layer, k, v)
         forward_pass.updated_layers.add(layer)
         if layer in forward_pass.past:
             new = (x.unflatten(0, (B, n)).transpose(1, 2) for x in (k, v))
             kv = [torch.cat(pair, 2) for pair in zip(forward_pass.past.pop(layer), new, strict=True)]
         else:
-            kv = list(_stack_kv(forward_pass.plan, layer, B))
+            kv = list(self._stack_kv(forward_pass.rows, layer))
         assert kv[0].shape[2] == self.mask_sizes(layer, n)[0], "mask_sizes() returned another number of keys"
         if len(forward_pass.updated_layers) == len(self._specs):
-            self._cache.commit(forward_pass.plan, [[_UNKNOWN_TOKEN_ID] * n] * B)
-            for seat in self._seats:
-                self._cache.compact(seat)
+            for sequence in self._sequences:
+                sequence.commit([_UNKNOWN_TOKEN_ID] * n)
+                sequence.compact()
             self._forward_pass, self._num_cropped = None, 0
         return kv[0].to(key.dtype), kv[1].to(value.dtype)
 
@@ -199,27 +207,27 @@ class StrategyCache(Cache):
         MemoryError if the strategy has not enough memory.
         """
         self._check_batch(B, n)
-        if not self._seats:
-            self._open_seats(B)
+        if not self._sequences:
+            self._open_sequences(B)
         self._cache.poll()
-        for seat in self._seats:
-            self._grow_seat(seat, n)
+        for sequence in self._sequences:
+            self._grow_sequence(sequence, n)
         past = self._gather_past(n)
-        return _ForwardPass(n, past, self._cache.plan([Row(seat, n) for seat in self._seats]))
+        rows = Rows(self._sequences, [n] * len(self._sequences))
+        return _ForwardPass(n, past, rows, self._cache.locate(rows))
 
-    def _open_seats(self, B: int) -> None:
+    def _open_sequences(self, B: int) -> None:
         for _ in range(B):
-            seat = self._cache.open([_UNKNOWN_TOKEN_ID])
-            if seat is None:
+            sequence = self._cache.open(Text([_UNKNOWN_TOKEN_ID]))
+            if sequence is None:
                 raise MemoryError(f"strategy {self._kind!r} has not enough memory for {B} sequences")
-            self._seats.append(seat)
+            self._sequences.append(sequence)
 
-    def _grow_seat(self, seat: Seat, num_tokens: int) -> None:
-        if self._cache.grow(seat, num_tokens):
+    def _grow_sequence(self, sequence: KVSequence, num_tokens: int) -> None:
+        if sequence.reserve(num_tokens):
             return
-        # Run a step without rows: it frees source blocks of copy-on-write, which stay referenced until a step has run.
-        self._cache.commit(self._cache.plan([]), [])
-        if not self._cache.grow(seat, num_tokens):
+        self._cache.locate(Rows([], []))  # runs the copies of shared blocks, whose sources stay referenced until then
+        if not sequence.reserve(num_tokens):
             raise MemoryError(f"strategy {self._kind!r} has not enough memory for {num_tokens} more tokens")
 
     def _gather_past(self, n: int) -> dict[int, KV]:
@@ -229,44 +237,92 @@ class StrategyCache(Cache):
         gathers only what a row's last token attends to, so this plans a step with the first new token alone, which is
         never committed.
         """
-        S, specs, count = self.length, enumerate(self._specs), self._count_visible
-        layers = [i for i, spec in specs if count(spec, S + n) < count(spec, S + 1) + n - 1]
+        S, count = self.length, self._count_visible
+        layers = [i for i in range(len(self._specs)) if count(i, S + n) < count(i, S + 1) + n - 1]
         if not layers:
             return {}
-        plan = self._cache.plan([Row(seat, 1) for seat in self._seats])
-        return {i: self._gather_layer_past(plan, i) for i in layers}
+        rows = Rows(self._sequences, [1] * len(self._sequences))
+        located = self._cache.locate(rows)
+        return {i: self._gather_layer_past(located, rows, i) for i in layers}
 
-    def _gather_layer_past(self, plan: Plan, layer: int) -> KV:
+    def _gather_layer_past(self, located: Locations, rows: Rows, layer: int) -> KV:
         """Return K and V [B, H, S, D] of the past tokens that the next token of each sequence attends to."""
-        spec, setup, B = self._specs[layer], self._cache.setup, len(self._seats)
+        spec, setup, B = self._specs[layer], self._cache.setup, len(self._sequences)
         shape, kv_dtype = (B, spec.num_kv_heads, spec.head_dim), setup.geometry.kv_dtype
         zeros = torch.zeros(shape, dtype=kv_dtype, device=setup.memory.device)
-        self._cache.attend(plan, layer, zeros, zeros, zeros, torch.empty_like(zeros))
-        k, v = _stack_kv(plan, layer, B)
+        self._write(located, rows, layer, zeros, zeros)
+        k, v = self._stack_kv(rows, layer)
         return k[:, :, :-1], v[:, :, :-1]
 
+    def _write(self, located: Locations, rows: Rows, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write the keys and values [B * n, H, D] of rows in a layer."""
+        location = located.by_layer[layer]
+        if location is None:  # its operations write only: build_standalone_cache
+            self._cache.attend(layer, rows, k, k, v, torch.empty_like(v))
+        else:
+            self._cache.setup.ops.write_kv(location.store, layer, k, v, location.at)
+
+    def _stack_kv(self, rows: Rows, layer: int) -> KV:
+        """Return K and V [B, H, S, D] of a layer that the last token of each row attends to."""
+        assert isinstance(self._cache, Gathering)
+        per_row = [self._cache.gather(layer, rows, row) for row in range(len(rows))]
+        k, v = (torch.stack([x[i] for x in per_row]).transpose(1, 2) for i in (0, 1))
+        return k, v
+
     # ---------------------------------------------------------------- visible keys
-    def _count_visible(self, spec: LayerSpec, length: int) -> int:
-        """Return the number of keys that the last of `length` tokens attends to in a layer."""
-        return self._count_visible_if_exact(spec, length) if self._exact else len(self._visible_positions(spec, length))
+    def _count_visible(self, layer: int, length: int) -> int:
+        """Return the number of keys that the last of `length` tokens attends to in a layer, its own included."""
+        others = self._cache.count_visible(layer, length - 1)
+        return self._count_visible_if_exact(layer, length) if others is None else others + 1
 
-    def _count_visible_if_exact(self, spec: LayerSpec, length: int) -> int:
+    def _count_visible_if_exact(self, layer: int, length: int) -> int:
         """Return the number of keys that the last of `length` tokens would attend to in a layer if none was dropped."""
-        return length if spec.window is None else min(length, spec.window)
+        window = self._specs[layer].window
+        return length if window is None else min(length, window)
 
-    def _visible_positions(self, spec: LayerSpec, length: int) -> Tensor:
-        positions = self._cache.visible_positions(length, spec)
-        if positions is None:
-            self._refuse(
-                "drops keys and does not define `visible_positions`, so that transformers cannot mask the others",
-                "use a strategy whose contract is exact, or define its `visible_positions`",
-            )
-        return positions
+    def _find_first_stop(self) -> int | None:
+        """Return the position at which the first row of a text has to end; None: anywhere."""
+        text = self._cache.open(Text([_UNKNOWN_TOKEN_ID]))
+        assert text is not None, "there is memory for a text"
+        stop = text.stop
+        text.close()
+        return stop
 
-    def _leaves_gaps(self, spec: LayerSpec) -> bool:
-        """Return whether the visible positions of a text of max_seq_len tokens are not contiguous, as with sinks."""
-        positions = self._visible_positions(spec, self.max_seq_len)
-        return bool(positions[0] + len(positions) != self.max_seq_len)
+    def _leaves_gaps(self) -> bool:
+        """Return whether the positions that a long text's last token sees are not contiguous, as with sinks.
+
+        Raises StrategyCacheError if heads keep different keys, or if there is no mask for what tokens see.
+        """
+        text = self._cache.open(Text([_UNKNOWN_TOKEN_ID]))
+        assert text is not None, "there is memory for a text"
+        try:
+            return self._find_gaps(text)
+        finally:
+            text.close()
+
+    def _find_gaps(self, text: KVSequence) -> bool:
+        """Let a text without keys grow to max_seq_len, and look at what its last token sees."""
+        assert isinstance(self._cache, Gathering)
+        longest = self.max_seq_len
+        while text.length < longest:
+            count = min(longest - text.length, longest - 1 if text.stop is None else text.stop - text.length)
+            count = min(count, longest - 1 - text.length) or 1
+            self._cache.poll()
+            self._grow_sequence(text, count)
+            rows = Rows([text], [count])
+            located = self._cache.locate(rows)
+            if text.length == longest - 1:
+                has_hooks = any(at is None for at in located.by_layer)  # by which no key was written: none is there
+                seen = [] if has_hooks else [self._cache.gather(i, rows, 0)[2] for i in range(len(self._specs))]
+                if has_hooks or any(each.dim() > 1 for each in seen):
+                    self._refuse(
+                        "drops keys head by head or reads only some, and transformers cannot mask the others",
+                        "use a strategy whose contract is exact, or one that all heads of a layer share",
+                    )
+                return any(int(each[0]) + len(each) != longest for each in seen)
+            text.commit([_UNKNOWN_TOKEN_ID] * count)
+            text.compact()
+        return False
 
     # ---------------------------------------------------------------- checks
     def _check_update(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -285,12 +341,13 @@ class StrategyCache(Cache):
 
     def _check_batch(self, rows: int, n: int) -> None:
         S = self.length
-        max_row = self._cache.row_limit(self._seats[0]) if self._seats else self._cache.contract.max_row
+        stop = self._sequences[0].stop if self._sequences else self._first_stop
+        max_row = None if stop is None else stop - S
         if rows > self.max_batch_size:
             raise ValueError(f"{rows} rows exceed max_batch_size={self.max_batch_size}: raise it (each beam is a row)")
-        if self._seats and rows != len(self._seats):
+        if self._sequences and rows != len(self._sequences):
             raise ValueError(
-                f"the cache has {len(self._seats)} rows and the input has {rows}: keep the batch size, or call reset()"
+                f"the cache has {len(self._sequences)} rows and the input {rows}: keep the batch size, or call reset()"
             )
         if S + n > self.max_seq_len:
             raise ValueError(
@@ -307,7 +364,7 @@ class StrategyCache(Cache):
                 f"call generate(..., prefill_chunk_size={max_row}), or raise max_row if the kind has that option",
             )
         if n > 1 and any(
-            self._count_visible(spec, S + n) < self._count_visible_if_exact(spec, S + n) for spec in set(self._specs)
+            self._count_visible(i, S + n) < self._count_visible_if_exact(i, S + n) for i in range(len(self._specs))
         ):
             self._refuse(
                 f"drops keys while tokens {S} to {S + n - 1} enter, and transformers cannot mask them for each token",
@@ -361,7 +418,8 @@ class _ForwardPass:
 
     num_new_tokens: int  # number of new tokens per sequence
     past: dict[int, KV]  # K and V of past tokens by layer, for layers whose window drops some of them in this pass
-    plan: Plan
+    rows: Rows
+    located: Locations
     updated_layers: set[int] = field(default_factory=set)
 
 
@@ -370,13 +428,6 @@ def _resolve_dtype(config: PreTrainedConfig) -> torch.dtype:
     dtype = getattr(config, "dtype", None) or torch.float32
     resolved: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     return resolved
-
-
-def _stack_kv(plan: Plan, layer: int, rows: int) -> KV:
-    """Return K and V [B, H, S, D] of a layer that the last token of each of the plan's rows attends to."""
-    per_row = [plan.gather_kv(layer, row) for row in range(rows)]
-    k, v = (torch.stack([x[i] for x in per_row]).transpose(1, 2) for i in (0, 1))
-    return k, v
 
 
 def _make_layer_specs(config: Any) -> list[LayerSpec]:

@@ -20,8 +20,9 @@ from cache_strategies.compressed.memory import CompressedMemory
 from cache_strategies.compressed.options import Budgets, CompressedOptions
 from cache_strategies.compressed.pasts import PastReader, keep_states
 from cache_strategies.compressed.queries import QueryBuffer
-from cache_strategies.compressed.seat import (
-    CompressedSeat,
+from cache_strategies.compressed.selection import protect, select_top, share_budget
+from cache_strategies.compressed.state import (
+    CompressedState,
     KeptTokens,
     Move,
     Selection,
@@ -29,7 +30,6 @@ from cache_strategies.compressed.seat import (
     States,
     count_state_bytes,
 )
-from cache_strategies.compressed.selection import protect, select_top, share_budget
 from cache_strategies.scorers.base import Past, Scorer
 from kernels.store import KVStore
 
@@ -42,7 +42,7 @@ class ScoredColumn(NamedTuple):
 
 
 class Compactor:
-    """Compacts the seats of one cache."""
+    """Compacts the sequences of one cache."""
 
     def __init__(
         self,
@@ -61,41 +61,41 @@ class Compactor:
         self._queries = queries
 
     @torch.inference_mode()
-    def compact(self, seat: CompressedSeat) -> bool:
-        """Drop the keys of a seat at a boundary that exceed the budgets; return whether there are any."""
-        if seat.move is None:
-            seat.move = self._choose(seat)
-        self._move(seat.move)
-        selections = seat.move.selections
+    def compact(self, sequence: CompressedState) -> bool:
+        """Drop the keys of a sequence at a boundary that exceed the budgets; return whether there are any."""
+        if sequence.move is None:
+            sequence.move = self._choose(sequence)
+        self._move(sequence.move)
+        selections = sequence.move.selections
         for number, selection in enumerate(selections):
-            self._finish(seat, number, selection)
-        seat.states, seat.state_bytes = seat.move.states, count_state_bytes(seat.move.states)
-        seat.boundary, seat.move = seat.length, None
+            self._finish(sequence, number, selection)
+        sequence.states, sequence.state_bytes = sequence.move.states, count_state_bytes(sequence.move.states)
+        sequence.boundary, sequence.move = sequence.length, None
         return any(selection is not None for selection in selections)
 
     # ---------------------------------------------------------------- which keys stay
-    def _choose(self, seat: CompressedSeat) -> Move:
-        states = dict(seat.states)
-        selections = [self._select(seat, number, group, states) for number, group in enumerate(self._memory.groups)]
+    def _choose(self, sequence: CompressedState) -> Move:
+        states = dict(sequence.states)
+        selections = [self._select(sequence, number, group, states) for number, group in enumerate(self._memory.groups)]
         return Move(selections, states)
 
-    def _select(self, seat: CompressedSeat, number: int, group: AddressGroup, states: States) -> Selection | None:
+    def _select(self, sequence: CompressedState, number: int, group: AddressGroup, states: States) -> Selection | None:
         """Return which keys of a group stay; None if all do. What the scorer remembers is replaced in `states`."""
-        kept = seat.groups[number]
-        budget = self._budgets.count_kept(group.layers[0], seat.length)
-        is_full = kept.exceeds(budget, seat.num_new)
+        kept = sequence.groups[number]
+        budget = self._budgets.count_kept(group.layers[0], sequence.length)
+        is_full = kept.exceeds(budget, sequence.num_new)
         if not is_full and (group.window is not None or self._scorer.num_queries is not None):
             return None
-        positions = kept.list_positions(seat.boundary, seat.length)
+        positions = kept.list_positions(sequence.boundary, sequence.length)
         if group.window is not None:  # its next query sees the latest tokens
             total = positions[0].shape[2]
             latest = torch.arange(total - budget, total, device=positions[0].device)
             return self._make_selection(kept, positions, [latest.expand(*positions[0].shape[:2], -1)])
-        reader = PastReader(self._memory, self._queries, seat, number, states)
+        reader = PastReader(self._memory, self._queries, sequence, number, states)
         columns = [self._score_column(reader, group, *each) for each in enumerate(positions)]
         options = self._options
         scores = [
-            protect(column.scores, each, seat.length, options.sinks, options.recent)
+            protect(column.scores, each, sequence.length, options.sinks, options.recent)
             for column, each in zip(columns, positions, strict=True)
         ]
         counts = self._count_by_column(scores, budget) if is_full else [each.shape[-1] for each in scores]
@@ -161,12 +161,12 @@ class Compactor:
         """Move the keys and values of a layer from slots src to slots dst. If that raises, it is called once more."""
         self._setup.ops.copy_tokens(store, layer, src, dst)
 
-    def _finish(self, seat: CompressedSeat, number: int, selection: Selection | None) -> None:
+    def _finish(self, sequence: CompressedState, number: int, selection: Selection | None) -> None:
         """Free the blocks of a group that its keys no longer need."""
-        kept = seat.groups[number]
+        kept = sequence.groups[number]
         if selection is None:
-            kept.positions = _pad(kept.list_positions(seat.boundary, seat.length))
-            kept.counts = [count + seat.num_new for count in kept.counts]
+            kept.positions = _pad(kept.list_positions(sequence.boundary, sequence.length))
+            kept.counts = [count + sequence.num_new for count in kept.counts]
             return
         kept.counts, kept.positions = list(selection.counts), selection.positions
         for column, count in enumerate(kept.counts):

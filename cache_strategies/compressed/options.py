@@ -15,7 +15,6 @@ from cache_strategies.block_table import TableOptions
 from cache_strategies.scorers import load_scorer
 from cache_strategies.scorers.base import Scorer
 from cache_strategies.token_budget import TokenBudget
-from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.wording import explain_problem
 from kernels.types import LayerSpec
@@ -85,16 +84,14 @@ def make_scorer(name: str | None, options: CompressedOptions, layers: Sequence[L
 class Budgets:
     """How many keys each KV head of a layer keeps at a boundary; a mean over its heads with `by_head`."""
 
-    def __init__(self, options: CompressedOptions, geometry: Geometry) -> None:
+    def __init__(self, options: CompressedOptions, windows: Sequence[int | None]) -> None:
+        """Make the budgets of layers, of which those with a window keep the tokens that their next query sees."""
         self._options = options
-        self._windows = [spec.window for spec in geometry.layers]
+        self._windows = windows
         self._ranks = {layer: i for i, layer in enumerate(i for i, w in enumerate(self._windows) if w is None)}
 
     def count_kept(self, layer: int, length: int) -> int:
-        """Return the most keys that stay of a layer's heads when a text has `length` tokens.
-
-        A layer with a window of its own keeps the tokens that its next query sees.
-        """
+        """Return the most keys that stay of a layer's heads when a text has `length` tokens."""
         window = self._windows[layer]
         if window is not None:
             return min(length, max(1, window - 1))

@@ -12,29 +12,34 @@ from torch import Tensor
 
 from cache_strategies.compressed.memory import CompressedMemory
 from cache_strategies.compressed.queries import QueryBuffer
-from cache_strategies.compressed.seat import CompressedSeat, State, States
+from cache_strategies.compressed.state import CompressedState, State, States
 from cache_strategies.scorers.base import Past
 from kernels.types import LayerSpec
 
 
 class PastReader:
-    """Reads the layers of one group of a seat; with split heads, each KV head by itself."""
+    """Reads the layers of one group of a sequence; with split heads, each KV head by itself."""
 
     def __init__(
-        self, memory: CompressedMemory, queries: QueryBuffer | None, seat: CompressedSeat, number: int, states: States
+        self,
+        memory: CompressedMemory,
+        queries: QueryBuffer | None,
+        sequence: CompressedState,
+        number: int,
+        states: States,
     ) -> None:
         """Read the `number`-th group; `states` has what the scorer remembers from the boundary before."""
         self._memory = memory
-        self._seat = seat
+        self._seat = sequence
         self._number = number
         self._states = states
         self._queries: dict[int, Tensor] = {}  # [T, Hq, D] by layer
         if queries is not None:
-            self._queries = dict(zip(queries.shape.layers, queries.read(seat), strict=True))
+            self._queries = dict(zip(queries.shape.layers, queries.read(sequence), strict=True))
 
     def read(self, layer: int, column: int, positions: Tensor) -> Past:
         """Return what the scorer sees of the keys at `positions` [H, S] of a layer, or of its head `column`."""
-        seat, memory, number = self._seat, self._memory, self._number
+        sequence, memory, number = self._seat, self._memory, self._number
         spec, queries = memory.specs[layer], self._queries.get(layer)
         if memory.groups[number].split_heads:
             spec, of_head = _take_head(spec, column)
@@ -43,14 +48,14 @@ class PastReader:
         return Past(
             layer,
             spec,
-            seat.length,
-            seat.num_new,
+            sequence.length,
+            sequence.num_new,
             positions,
-            partial(memory.read_keys, seat, number, layer, column),
-            partial(memory.read_values, seat, number, layer, column),
+            partial(memory.read_keys, sequence, number, layer, column),
+            partial(memory.read_values, sequence, number, layer, column),
             queries,
             dict(state),
-            {name: torch.nn.functional.pad(x, (0, seat.num_new)) for name, x in key_state.items()},
+            {name: torch.nn.functional.pad(x, (0, sequence.num_new)) for name, x in key_state.items()},
             first_head=column,
         )
 

@@ -12,23 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache_strategies.base import Row
-from cache_strategies.compressed.options import CompressedOptions, make_scorer
-from cache_strategies.compressed.seat import CompressedSeat
+from cache_strategies.base import Rows
+from cache_strategies.compressed.memory import CompressedLayout
+from cache_strategies.compressed.options import make_scorer
+from cache_strategies.compressed.state import CompressedState, TappedQueries
 from cache_strategies.memory import InstanceMemory
-from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from kernels.ops import QueryTap
 from kernels.types import LayerSpec
-
-
-class TappedRow(NamedTuple):
-    """Tokens of a row whose queries are tapped: those at positions [first, first + num_tokens)."""
-
-    seat: CompressedSeat
-    first: int
-    num_tokens: int
-    tap_index: int  # of the first of them among the tapped tokens of the step
 
 
 class QueryShape(NamedTuple):
@@ -48,13 +39,14 @@ class QueryShape(NamedTuple):
         return self.num_queries * len(self.layers) * self.width * dtype.itemsize
 
 
-def find_query_shape(options: CompressedOptions, geometry: Geometry, num_queries: int | None) -> QueryShape | None:
+def find_query_shape(layout: CompressedLayout, num_queries: int | None) -> QueryShape | None:
     """Return what is stored for a scorer that looks at `num_queries` queries, or at all since a boundary (None).
 
     None if it looks at none, or if no text comes to a boundary. Raises SettingsError if layers have different query
     heads.
     """
-    layers = [i for i, spec in enumerate(geometry.layers) if spec.window is None]
+    options, geometry = layout.options, layout.geometry
+    layers = [i for i, window in enumerate(layout.windows) if window is None]
     if num_queries == 0 or not layers or options.every > geometry.max_seq_len:
         return None
     shapes = {(geometry.layers[i].num_q_heads, geometry.layers[i].head_dim) for i in layers}
@@ -66,10 +58,10 @@ def find_query_shape(options: CompressedOptions, geometry: Geometry, num_queries
     return QueryShape(options.every if num_queries is None else num_queries, layers, *shapes.pop())
 
 
-def compute_query_bytes(options: CompressedOptions, geometry: Geometry) -> int:
+def compute_query_bytes(layout: CompressedLayout) -> int:
     """Return the bytes of a sequence's queries; 0 if none are stored."""
-    shape = find_query_shape(options, geometry, make_scorer(None, options, ()).num_queries)
-    return 0 if shape is None else shape.count_bytes(geometry.kv_dtype)
+    shape = find_query_shape(layout, make_scorer(None, layout.options, ()).num_queries)
+    return 0 if shape is None else shape.count_bytes(layout.geometry.kv_dtype)
 
 
 class QueryBuffer:
@@ -90,25 +82,25 @@ class QueryBuffer:
         )
 
     # ---------------------------------------------------------------- blocks
-    def allocate(self, seat: CompressedSeat) -> bool:
-        """Give a seat the block for its queries; return False if there is not enough memory."""
+    def allocate(self, sequence: CompressedState) -> bool:
+        """Give a sequence the block for its queries; return False if there is not enough memory."""
         blocks = self.region.allocate()
-        seat.query_block = None if blocks is None else blocks[0]
+        sequence.query_block = None if blocks is None else blocks[0]
         return blocks is not None
 
-    def release(self, seat: CompressedSeat) -> None:
-        """Free the block of a seat's queries, if it has one."""
-        if seat.query_block is not None:
-            self.region.release([seat.query_block])
-            seat.query_block = None
+    def release(self, sequence: CompressedState) -> None:
+        """Free the block of a sequence's queries, if it has one."""
+        if sequence.query_block is not None:
+            self.region.release([sequence.query_block])
+            sequence.query_block = None
 
-    def copy(self, seat: CompressedSeat, child: CompressedSeat) -> bool:
-        """Copy the queries of a seat, if it has some, for its fork; return False if there is not enough memory."""
-        if seat.query_block is None:
+    def copy(self, sequence: CompressedState, child: CompressedState) -> bool:
+        """Copy the queries of a sequence, if it has some, for its fork; return False if there is not enough memory."""
+        if sequence.query_block is None:
             return True
         if not self.allocate(child):
             return False
-        self._view[child.query_block] = self._view[seat.query_block]
+        self._view[child.query_block] = self._view[sequence.query_block]
         return True
 
     # ---------------------------------------------------------------- queries
@@ -116,18 +108,19 @@ class QueryBuffer:
         """Return the position of the first query that is stored for a boundary."""
         return max(0, boundary - self.num_queries)
 
-    def make_tap(self, rows: Sequence[Row[CompressedSeat]]) -> tuple[QueryTap, list[TappedRow], Tensor] | None:
-        """Return a tap for the queries that the rows' next boundaries need, its rows and its memory; None for none."""
-        tapped: list[TappedRow] = []
+    def make_tap(self, rows: Rows[CompressedState]) -> QueryTap | None:
+        """Return a tap for the queries that the rows' next boundaries need; None for none. Each row notes its own."""
         tokens: list[int] = []
+        tapped: list[tuple[CompressedState, int, int]] = []
         begin = 0
-        for seat, num_tokens in rows:
-            end = seat.length + num_tokens
-            boundary = (seat.length // self._every + 1) * self._every
-            first = max(seat.length, self.first_stored(boundary))
-            if seat.query_block is not None and first < end:
-                tapped.append(TappedRow(seat, first, end - first, len(tokens)))
-                tokens += range(begin + first - seat.length, begin + num_tokens)
+        for each, num_tokens in zip(rows.sequences, rows.counts, strict=True):
+            each.tapped = None
+            end = each.length + num_tokens
+            boundary = (each.length // self._every + 1) * self._every
+            first = max(each.length, self.first_stored(boundary))
+            if each.query_block is not None and first < end:
+                tapped.append((each, first, len(tokens)))
+                tokens += range(begin + first - each.length, begin + num_tokens)
             begin += num_tokens
         if not tapped:
             return None
@@ -136,22 +129,24 @@ class QueryBuffer:
         by_layer: list[Tensor | None] = [None] * self._num_layers
         for layer, queries in zip(layers, scratch, strict=True):
             by_layer[layer] = queries
-        return QueryTap(torch.tensor(tokens, device=device), by_layer), tapped, scratch
+        for each, first, index in tapped:
+            each.tapped = TappedQueries(first, scratch[:, index:])
+        return QueryTap(torch.tensor(tokens, device=device), by_layer)
 
-    def store(self, row: TappedRow, scratch: Tensor) -> None:
-        """Store the queries of a row's committed tokens, which were tapped into scratch [layers, tokens, Hq, D]."""
-        seat, first, count, index = row
-        count = min(count, seat.length - first)
+    def store(self, sequence: CompressedState, tapped: TappedQueries) -> None:
+        """Store the queries of a row's committed tokens, which were tapped."""
+        first, scratch = tapped
+        count = sequence.length - first
         if count <= 0:
             return
-        assert seat.query_block is not None
-        begin = first - self.first_stored(-(-seat.length // self._every) * self._every)
-        queries = scratch[:, index : index + count].transpose(0, 1).flatten(2)
-        self._view[seat.query_block, begin : begin + count] = queries
+        assert sequence.query_block is not None
+        begin = first - self.first_stored(-(-sequence.length // self._every) * self._every)
+        queries = scratch[:, :count].transpose(0, 1).flatten(2)
+        self._view[sequence.query_block, begin : begin + count] = queries
 
-    def read(self, seat: CompressedSeat) -> Tensor:
-        """Return the latest queries [layers, T, Hq, D] of a seat at a boundary."""
-        assert seat.query_block is not None
-        count = seat.length - self.first_stored(seat.length)
-        queries: Tensor = self._view[seat.query_block, :count].unflatten(2, (self.shape.heads, self.shape.dim))
+    def read(self, sequence: CompressedState) -> Tensor:
+        """Return the latest queries [layers, T, Hq, D] of a sequence at a boundary."""
+        assert sequence.query_block is not None
+        count = sequence.length - self.first_stored(sequence.length)
+        queries: Tensor = self._view[sequence.query_block, :count].unflatten(2, (self.shape.heads, self.shape.dim))
         return queries.transpose(0, 1)

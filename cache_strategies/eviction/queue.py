@@ -1,6 +1,6 @@
 """The order of eviction: expired entries first, then those of the lowest priority, as an eviction policy orders them.
 
-An entry is a cached block, known by its key. Knows neither blocks nor seats.
+An entry is a cached block, known by its key. Knows neither blocks nor sequences.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EvictionQueue:
     def update_retention(self, key: Key, priority: int = 0, ttl: float = math.inf) -> None:
         """Raise the priority of an entry in use to `priority`, and its expiry to `ttl` seconds from now.
 
-        Neither is ever lowered. Called each time that a seat or a pin releases the entry, so that the highest values
+        Neither is ever lowered. Called each time that a sequence or a pin releases the entry: the highest values
         apply.
         """
         assert key not in self._idle

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from cache_strategies.base import CacheSetup, Row
+from cache_strategies.base import CacheSetup, Rows
 from cache_strategies.eviction import list_policies, load_policy
 from cache_strategies.eviction.optimum import compute_max_hits, count_distinct_blocks, make_visits
 from cache_strategies.memory import find_space, make_memory
 from cache_strategies.paged.base import PagedOptions
-from cache_strategies.paged.cache import PagedCache
-from cache_strategies.paged.seat import PagedSeat
-from cache_strategies.types import Geometry
+from cache_strategies.paged.cache import PagedCache, PagedSequence
+from cache_strategies.types import Geometry, Text
 from config.errors import SettingsError
 from config.quantities import parse_share_flag
 from kernels.reference.backend import ReferenceOps
@@ -79,7 +78,7 @@ class Replay:
         (block_bytes,) = PagedCache.sizes(options, geometry).block_bytes
         self._block_bytes = find_space("cpu").round_block(block_bytes)
         self._memory = make_memory(blocks * self._block_bytes)
-        # The operations are never called: the replay computes no keys, and a single seat never needs a copy-on-write.
+        # The operations are never called: the replay computes no keys, and a single sequence never copies a block.
         own = self._memory.add_instance(NAME)
         setup = CacheSetup(NAME, geometry, own, ReferenceOps(), clock=lambda: self._now)
         self._cache = PagedCache(setup, options)
@@ -88,20 +87,21 @@ class Replay:
     def replay_request(self, request: RecordedRequest) -> int:
         """Run a request through the cache; return the number of prompt tokens that were found in it."""
         self._now = request.time
-        seat = self._cache.open(request.prompt)
-        assert seat is not None, "the longest request fits"
-        cached = seat.cached
-        self._append_tokens(seat, request.prompt[cached:])
-        self._append_tokens(seat, request.answer)
-        self._cache.close(seat)
+        sequence = self._cache.open(Text(request.prompt))
+        assert sequence is not None, "the longest request fits"
+        cached = sequence.found
+        self._append_tokens(sequence, request.prompt[cached:])
+        self._append_tokens(sequence, request.answer)
+        sequence.close()
         return cached
 
-    def _append_tokens(self, seat: PagedSeat, tokens: Sequence[int]) -> None:
-        """Do the cache's bookkeeping of a step in which `tokens` are added to the seat; nothing is computed."""
+    def _append_tokens(self, sequence: PagedSequence, tokens: Sequence[int]) -> None:
+        """Do the cache's bookkeeping of a step in which `tokens` are added to the sequence; nothing is computed."""
         self._cache.poll()
-        grown = self._cache.grow(seat, len(tokens))
-        assert grown, "the longest request fits"
-        self._cache.commit(self._cache.plan([Row(seat, len(tokens))]), [tokens])
+        is_reserved = sequence.reserve(len(tokens))
+        assert is_reserved, "the longest request fits"
+        self._cache.locate(Rows([sequence], [len(tokens)]))
+        sequence.commit(tokens)
 
     @property
     def evictions(self) -> int:

@@ -10,10 +10,10 @@ A step copies its new tokens into both; the tokens before it are not touched. At
 mirror, without a copy in another order (attention.py says when torch copies 16-bit numbers on a CPU). A layer with as
 many KV heads as query heads has nothing to repeat, and no mirror: attention multiplies by the transposed history.
 
-With a batch, the history would be [tokens, batch * H, D] and the mirror [batch * Hq, tokens, D]. Here every seat has a
-block of its own, and is a batch of one sequence: sequences come and go at any time and have different
-lengths, and a shared tensor would hold all of them as long as the longest one. The rows of a step are computed one
-after the other. A block has room for max_seq_len tokens and holds both copies of all layers:
+With a batch, the history would be [tokens, batch * H, D] and the mirror [batch * Hq, tokens, D]. Here every sequence
+has a block of its own, and is a batch of one sequence: sequences come and go at any time and have different lengths,
+and a shared tensor would hold all of them as long as the longest one. The rows of a step are computed one after the
+other. A block has room for max_seq_len tokens and holds both copies of all layers:
 
     block  | layer 0: K history | K mirror | V history | V mirror | layer 1: ... |
 
@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row, Seat
+from cache_strategies.base import CacheSetup, KVCache, KVSequence, Locations, Options, Rows
 from cache_strategies.mirrored.attention import attend_to_mirror, first_visible
-from cache_strategies.types import KEEPS_EVERYTHING, NO_SALT, Blocks, CacheUsage, Geometry, Salt, Sizes
+from cache_strategies.types import KEEPS_EVERYTHING, Blocks, CacheUsage, Geometry, Sizes, Text
 from kernels.arguments import check, check_new_tokens
 from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec
@@ -94,17 +94,30 @@ def _view_layers(store: KVStore, block: int, layers: Sequence[LayerSpec]) -> lis
     return views
 
 
-class MirroredSeat(Seat):
-    """A seat with one block, and the views of its histories and mirrors by layer."""
+class MirroredSequence(KVSequence):
+    """A sequence with one block, and the views of its histories and mirrors by layer."""
 
-    __slots__ = ("block", "is_zeroed", "layers")
-
-    def __init__(self, block: int, layers: Sequence[LayerHistory], length: int = 0) -> None:
-        super().__init__(length)
+    def __init__(self, cache: MirroredCache, block: int, layers: Sequence[LayerHistory], length: int = 0) -> None:
+        self.length = self.found = length
         self.miss = "bypass"
+        self.room = cache.setup.geometry.max_seq_len
         self.block = block
         self.layers = layers
         self.is_zeroed = False  # whether what an earlier sequence left in the block was overwritten with zeros
+        self._cache = cache
+
+    def reserve(self, num_tokens: int) -> bool:
+        assert self.length + num_tokens <= self._cache.setup.geometry.max_seq_len
+        return True
+
+    def commit(self, ids: Sequence[int]) -> None:
+        self.length += len(ids)
+
+    def fork(self) -> MirroredSequence | None:
+        return self._cache.copy(self)
+
+    def close(self) -> None:
+        self._cache.remove(self)
 
     def append(self, layer_idx: int, k: Tensor, v: Tensor, setup: CacheSetup) -> None:
         """Write k [n,H,D] and v [n,H,Dv] after the committed tokens, to the history and to the mirror.
@@ -139,32 +152,8 @@ class MirroredSeat(Seat):
         return k, v
 
 
-# -------------------------------------------------------------------- a step
-class MirroredPlan(Plan[MirroredSeat]):
-    """A plan without addresses: it writes both copies and attends to the mirrors, one row after the other."""
-
-    def __init__(self, cache: MirroredCache, rows: Sequence[Row[MirroredSeat]]) -> None:
-        self.rows = rows
-        self._setup = cache.setup
-
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        spec, first = self._setup.geometry.layers[layer_idx], 0
-        for seat, num_tokens in self.rows:
-            tokens = slice(first, first := first + num_tokens)
-            seat.append(layer_idx, k[tokens], v[tokens], self._setup)
-            keys, values = seat.gather_repeated_cache_history(layer_idx, seat.length + num_tokens)
-            attend_to_mirror(out[tokens], q[tokens], keys, values, spec)
-
-    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        seat, num_tokens = self.rows[row]
-        end = seat.length + num_tokens
-        k, v = seat.gather_cache_history(layer_idx, end)
-        start = first_visible(end - 1, self._setup.geometry.layers[layer_idx])
-        return k[start:].clone(), v[start:].clone(), torch.arange(start, end, device=k.device)
-
-
-class MirroredCache(KVCache[MirroredSeat]):
-    """A cache with one block of max_seq_len tokens per seat, which holds a history and its repeated mirror."""
+class MirroredCache(KVCache[MirroredSequence]):
+    """A cache with one block of max_seq_len tokens per sequence, which holds a history and its repeated mirror."""
 
     options_type = Options
 
@@ -174,7 +163,7 @@ class MirroredCache(KVCache[MirroredSeat]):
         # `stores` stays empty, as its addresses would not be those of the model's layers
         self._region = setup.memory.region(_compute_bytes(geometry), "histories and mirrors")
         self._memory = KVStore(self._region, _add_mirrors(geometry), geometry.max_seq_len, geometry.kv_dtype)
-        self.seats: set[MirroredSeat] = set()
+        self.sequences: set[MirroredSequence] = set()
         # The keys do not depend on how tokens were split into rows, but attention does: torch sums a product in another
         # order if the number of queries differs. False keeps drafts from changing a text by that.
         self.contract = KEEPS_EVERYTHING._replace(chunk_invariant=False)
@@ -185,69 +174,69 @@ class MirroredCache(KVCache[MirroredSeat]):
         return Sizes([_compute_bytes(geometry)], lambda num_tokens: [1])
 
     def usage(self) -> CacheUsage:
-        tokens = sum(seat.length for seat in self.seats)
-        reserved = len(self.seats) * self._region.size
+        tokens = sum(sequence.length for sequence in self.sequences)
+        reserved = len(self.sequences) * self._region.size
         used = tokens * self._memory.block_bytes // self._memory.block_size
-        return CacheUsage(len(self.seats), tokens, reserved, used, 0, reserved - used, self.setup.memory.limit_bytes)
+        return CacheUsage(
+            len(self.sequences), tokens, reserved, used, 0, reserved - used, self.setup.memory.limit_bytes
+        )
 
     def blocks(self) -> Blocks:
-        return Blocks(in_use=len(self.seats))
+        return Blocks(in_use=len(self.sequences))
 
-    # ---------------------------------------------------------------- seats
-    def open(
-        self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None
-    ) -> MirroredSeat | None:
-        return self._allocate_seat(length=0)
+    # ---------------------------------------------------------------- sequences
+    def open(self, text: Text) -> MirroredSequence | None:
+        return self._allocate_sequence(length=0)
 
-    def _allocate_seat(self, length: int) -> MirroredSeat | None:
-        """Return a seat of `length` tokens with a newly allocated block; None if there is not enough memory."""
-        if len(self.seats) == self.setup.geometry.max_seats:
+    def _allocate_sequence(self, length: int) -> MirroredSequence | None:
+        """Return a sequence of `length` tokens with a newly allocated block; None if there is not enough memory."""
+        if len(self.sequences) == self.setup.geometry.max_seats or (blocks := self._region.allocate()) is None:
             return None
-        blocks = self._region.allocate()
-        if blocks is None:
-            return None
-        seat = MirroredSeat(blocks[0], _view_layers(self._memory, blocks[0], self.setup.geometry.layers), length)
-        seat.room = self.setup.geometry.max_seq_len
-        self.seats.add(seat)
-        return seat
+        layers = _view_layers(self._memory, blocks[0], self.setup.geometry.layers)
+        opened = MirroredSequence(self, blocks[0], layers, length)
+        self.sequences.add(opened)
+        return opened
 
-    def grow(self, seat: MirroredSeat, num_tokens: int) -> bool:
-        assert seat.length + num_tokens <= self.setup.geometry.max_seq_len
-        return True
-
-    def crop(self, seat: MirroredSeat, length: int) -> None:
-        assert length <= seat.length
-        seat.length = length
-        seat.cached = min(seat.cached, length)
-
-    def fork(self, seat: MirroredSeat) -> MirroredSeat | None:
-        child = self._allocate_seat(seat.length)
+    def copy(self, sequence: MirroredSequence) -> MirroredSequence | None:
+        """Return a copy of a sequence in a block of its own; None if there is not enough memory."""
+        child = self._allocate_sequence(sequence.length)
         if child is not None:
-            child.cached, child.is_zeroed = seat.cached, seat.is_zeroed
-            self.setup.ops.copy_blocks(self._memory, [seat.block], [child.block])
+            child.found, child.is_zeroed = sequence.found, sequence.is_zeroed
+            self.setup.ops.copy_blocks(self._memory, [sequence.block], [child.block])
         return child
 
-    def close(self, seat: MirroredSeat) -> None:
-        self.seats.remove(seat)
-        self._region.release([seat.block])
+    def remove(self, sequence: MirroredSequence) -> None:
+        """Free the block of a sequence."""
+        self.sequences.remove(sequence)
+        self._region.release([sequence.block])
 
     # ---------------------------------------------------------------- steps
-    def plan(self, rows: Sequence[Row[MirroredSeat]]) -> MirroredPlan:
-        lengths = [row.num_tokens for row in rows]
-        assert 1 not in lengths[lengths.count(1) :], "decode rows must come first"
-        for seat, _ in rows:
-            if not seat.is_zeroed:
-                self._memory.blocks[seat.block].zero_()
-                seat.is_zeroed = True
-        return MirroredPlan(self, rows)
+    def locate(self, rows: Rows[MirroredSequence]) -> Locations:
+        for each in rows.sequences:
+            if not each.is_zeroed:
+                self._memory.blocks[each.block].zero_()
+                each.is_zeroed = True
+        return Locations([None] * len(self.setup.geometry.layers))
 
-    def visible_positions(self, length: int, spec: LayerSpec) -> Tensor:
-        return torch.arange(first_visible(length - 1, spec), length, device=self.setup.memory.device)
+    def attend(self, layer: int, rows: Rows[MirroredSequence], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Write both copies and attend to the mirrors, one row after the other."""
+        spec, first = self.setup.geometry.layers[layer], 0
+        for each, num_tokens in zip(rows.sequences, rows.counts, strict=True):
+            tokens = slice(first, first := first + num_tokens)
+            each.append(layer, k[tokens], v[tokens], self.setup)
+            keys, values = each.gather_repeated_cache_history(layer, each.length + num_tokens)
+            attend_to_mirror(out[tokens], q[tokens], keys, values, spec)
+
+    def gather(self, layer: int, rows: Rows[MirroredSequence], row: int) -> tuple[Tensor, Tensor, Tensor]:
+        end = rows.end(row)
+        k, v = rows.sequences[row].gather_cache_history(layer, end)
+        start = first_visible(end - 1, self.setup.geometry.layers[layer])
+        return k[start:].clone(), v[start:].clone(), torch.arange(start, end, device=k.device)
 
     def check_integrity(self) -> None:
-        blocks = [seat.block for seat in self.seats]
+        blocks = [sequence.block for sequence in self.sequences]
         assert len(set(blocks)) == len(blocks) <= self.setup.geometry.max_seats
         assert self._region.num_held == len(blocks)
-        for seat in self.seats:
-            assert 0 <= seat.length <= self.setup.geometry.max_seq_len
-            assert seat.is_zeroed or seat.length == 0
+        for sequence in self.sequences:
+            assert 0 <= sequence.length <= self.setup.geometry.max_seq_len
+            assert sequence.is_zeroed or sequence.length == 0

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import mul
 
 from cache_strategies.paged.block_pool import BlockPool
-from cache_strategies.paged.seat import PagedSeat
+from cache_strategies.paged.state import PagedState
 from cache_strategies.types import Blocks, CacheUsage
 
 
@@ -20,29 +20,31 @@ class Accounting:
         self._block_size = block_size
         self._bytes_per_token = bytes_per_token
 
-    def count_usage(self, seats: Iterable[PagedSeat], pinned: Iterable[int], reserved: int, limit: int) -> CacheUsage:
+    def count_usage(
+        self, sequences: Iterable[PagedState], pinned: Iterable[int], reserved: int, limit: int
+    ) -> CacheUsage:
         """Return the memory by use; `reserved` are the bytes of all blocks. Idle blocks count in full, with padding."""
-        num_groups, num_seats = len(self._bytes_per_token), 0
+        num_groups, num_sequences = len(self._bytes_per_token), 0
         full: list[set[int]] = [set() for _ in range(num_groups)]  # by group: blocks without a free slot
         partial: list[dict[int, int]] = [{} for _ in range(num_groups)]  # by group: tokens in others, by block
-        for seat in seats:
-            num_seats += 1
-            num_full, rest = divmod(seat.length, self._block_size)
-            full[0].update(seat.blocks[:num_full])
-            for group, held in enumerate(seat.windowed, 1):
+        for sequence in sequences:
+            num_sequences += 1
+            num_full, rest = divmod(sequence.length, self._block_size)
+            full[0].update(sequence.blocks[:num_full])
+            for group, held in enumerate(sequence.windowed, 1):
                 full[group].update(block for i, block in held.items() if i < num_full)
-            last = seat.blocks[num_full] if num_full < len(seat.blocks) else None
-            for group, block in enumerate((last, *(held.get(num_full) for held in seat.windowed))):
+            last = sequence.blocks[num_full] if num_full < len(sequence.blocks) else None
+            for group, block in enumerate((last, *(held.get(num_full) for held in sequence.windowed))):
                 if block is not None:
                     partial[group][block] = max(rest, partial[group].get(block, 0))
         tokens = self._count_tokens(full, partial)[0]
         for block in pinned:
             full[self._pool.group(block)].add(block)
         used, idle = self._count_bytes(self._count_tokens(full, partial)), self._pool.idle_bytes
-        return CacheUsage(num_seats, tokens, reserved, used, idle, reserved - used - idle, limit)
+        return CacheUsage(num_sequences, tokens, reserved, used, idle, reserved - used - idle, limit)
 
     def _count_tokens(self, full: Sequence[set[int]], partial: Sequence[Mapping[int, int]]) -> Sequence[int]:
-        """Return the number of tokens in blocks, by group; a block may be full for one seat, and not for another."""
+        """Return the number of tokens in blocks, by group; a block may be full for one sequence only."""
         return [
             len(blocks) * self._block_size + sum(n for block, n in others.items() if block not in blocks)
             for blocks, others in zip(full, partial, strict=True)
@@ -52,12 +54,12 @@ class Accounting:
         """Return the bytes of numbers of tokens, given by group."""
         return int(sum(map(mul, tokens, self._bytes_per_token)))
 
-    def count_blocks(self, seats: Iterable[PagedSeat], pinned: Collection[int], pending: int) -> Blocks:
+    def count_blocks(self, sequences: Iterable[PagedState], pinned: Collection[int], pending: int) -> Blocks:
         """Return the numbers of blocks by state, without those that take no memory."""
         references = Counter[int]()
-        for seat in seats:
-            references.update(seat.blocks)
-            for held in seat.windowed:
+        for sequence in sequences:
+            references.update(sequence.blocks)
+            for held in sequence.windowed:
                 references.update(held.values())
         counts = [n for block, n in references.items() if block >= 0]  # others take no memory
         return Blocks(
@@ -69,8 +71,8 @@ class Accounting:
         )
 
 
-def iter_blocks(seat: PagedSeat) -> Iterator[tuple[int, int]]:
-    """Yield (position, block) of all blocks that a seat holds, in all groups of layers."""
-    yield from enumerate(seat.blocks)
-    for held in seat.windowed:
+def iter_blocks(sequence: PagedState) -> Iterator[tuple[int, int]]:
+    """Yield (position, block) of all blocks that a sequence holds, in all groups of layers."""
+    yield from enumerate(sequence.blocks)
+    for held in sequence.windowed:
         yield from held.items()

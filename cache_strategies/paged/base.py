@@ -1,8 +1,8 @@
 """What a paged cache holds: its blocks in all layers, the prefixes among them, pins, and the memory by use.
 
-The base class of `PagedCache`, which opens and advances the seats. Combines `BlockPool` (reference counts, prefix index
-and eviction), `BlockHasher`, `PendingBlocks` (blocks that one seat computes and others wait for), `BlockCopies` (copies
-before a write), `WindowedBlocks` (those of layers with a window), `Pins` and `PrefixTree`.
+The base class of `PagedCache`, which opens and advances the sequences. Combines `BlockPool` (reference counts, prefix
+index and eviction), `BlockHasher`, `PendingBlocks` (blocks that one sequence computes and others wait for),
+`BlockCopies` (copies before a write), `WindowedBlocks` (those of layers with a window), `Pins` and `PrefixTree`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cache_strategies.paged.pins import Pins
 from cache_strategies.paged.prefix_index import BlockHash, BlockHasher, PendingBlocks
 from cache_strategies.paged.prefix_tree import PrefixTree, find_prefix, list_path, list_subtree
 from cache_strategies.paged.ref_counts import GroupMemory
-from cache_strategies.paged.seat import PagedSeat
+from cache_strategies.paged.state import PagedState
 from cache_strategies.paged.windowed_blocks import WindowedBlocks
 from cache_strategies.types import (
     EVERYTHING,
@@ -75,8 +75,8 @@ class PagedOptions(TableOptions):
         return value
 
 
-class PagedBase(BlockTableCache[PagedSeat]):
-    """The blocks of a paged cache, and what can be done with them without opening a seat."""
+class PagedBase(BlockTableCache[PagedState]):
+    """The blocks of a paged cache, and what can be done with them without opening a sequence."""
 
     options_type = PagedOptions
 
@@ -87,22 +87,20 @@ class PagedBase(BlockTableCache[PagedSeat]):
         self.layout = self._divide(options, setup.geometry)
         self._block_metrics = BlockMetrics(setup.clock)
         eviction_queue = EvictionQueue(load_policy(options.eviction), setup.clock)
-        groups = [GroupMemory(*each) for each in zip(self._regions, self._columns, strict=True)]
-        self._block_bytes = [group.block_bytes for group in groups]
+        groups = [GroupMemory(*each) for each in zip(self._regions, self.columns, strict=True)]
+        self.block_bytes = [group.block_bytes for group in groups]
         self.pool = BlockPool(groups, eviction_queue, self._block_metrics, self.layout.widest_group)
-        self.pending = PendingBlocks[PagedSeat]()
+        self.pending = PendingBlocks[PagedState]()
         self.pinned = Pins(setup.clock)
-        self._ttl = math.inf if options.ttl is None else options.ttl
-        self._hasher = BlockHasher(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
-        self._blocks_to_complete: set[int] = set()  # pending blocks that are fully computed after this step
-        self._copies = BlockCopies(self.pool, self._block_metrics, self._stores_by_group)
-        self.windowed = WindowedBlocks(
-            self.layout, self.pool, self.pending, self._copies, self.table, self._block_bytes
-        )
+        self.ttl = math.inf if options.ttl is None else options.ttl
+        self.hasher = BlockHasher(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
+        self.promised: set[int] = set()  # pending blocks that are fully computed after this step, until the next poll()
+        self.copies = BlockCopies(self.pool, self._block_metrics, self._stores_by_group)
+        self.windowed = WindowedBlocks(self.layout, self.pool, self.pending, self.copies, self.table, self.block_bytes)
         self.has_windows = self.layout.has_windows
         token_bytes = [
             0.0 if store is None else columns * store.block_bytes / self.block_size
-            for store, columns in zip(self._stores_by_group, self._columns, strict=True)
+            for store, columns in zip(self._stores_by_group, self.columns, strict=True)
         ]
         self._accounting = Accounting(self.pool, self.block_size, token_bytes)
         self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized, rewind=self.windowed.rewind)
@@ -126,14 +124,14 @@ class PagedBase(BlockTableCache[PagedSeat]):
 
     def make_stores(self, parts: Sequence[Sequence[int]], block_size: int, dtype: torch.dtype) -> list[KVStore]:
         groups = self._divide(self.options, self.setup.geometry).groups
-        self._columns = [group.num_columns for group in groups]
+        self.columns = [group.num_columns for group in groups]
         self._regions: list[Region | None] = []
         self._stores_by_group: list[KVStore | None] = []
         for group in groups:
             region, store = self.make_group_store(group, block_size, dtype) if group.layers else (None, None)
             self._regions.append(region)
             self._stores_by_group.append(store)
-        stores = zip(self._stores_by_group, self._columns, strict=True)
+        stores = zip(self._stores_by_group, self.columns, strict=True)
         return [store for store, columns in stores if store is not None for _ in range(columns)]
 
     def make_group_store(self, group: LayerGroup, block_size: int, dtype: torch.dtype) -> tuple[Region, KVStore]:
@@ -159,7 +157,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
 
     # ---------------------------------------------------------------- prefixes
     def _hash_blocks(self, tokens: Sequence[int], salt: Salt) -> list[BlockHash]:
-        return list(self._hasher.hash_blocks(tokens, salt)) if self.prefix_cache else []
+        return list(self.hasher.hash_blocks(tokens, salt)) if self.prefix_cache else []
 
     def _find_prefix(self, hashes: Sequence[BlockHash], limit: int, *, computed: bool = False) -> tuple[int, list[int]]:
         """Find the longest prefix, at most `limit` tokens, from which a sequence with these hashes can go on.
@@ -175,34 +173,42 @@ class PagedBase(BlockTableCache[PagedSeat]):
             blocks.append(block)
         if not self.has_windows:
             return len(blocks), blocks
-        if self._columns[0]:
+        if self.columns[0]:
             return self.windowed.limit_prefix(hashes, () if computed else blocks, len(blocks)), blocks
         pending = [] if computed else [self.pool.find(block_hash) for block_hash in hashes]
         return self.windowed.limit_prefix(hashes, pending, min(len(hashes), limit // self.block_size)), blocks
 
     # ---------------------------------------------------------------- memory
-    def _blocks_for(self, num_tokens: int) -> int:
+    def count_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks hold a number of tokens."""
         return -(-num_tokens // self.block_size)
-
-    def _write_table(self, seat: PagedSeat, first: int = 0) -> None:
-        """Write the seat's blocks of layers without a window to the block table, from the `first` on."""
-        if self._columns == [1]:  # then a block has the number of its allocation
-            self.table.write(seat, first)
-            return
-        columns = [self.pool.columns(block) for block in seat.blocks[first:]]
-        for number in range(self._columns[0]):
-            self.table.write_blocks(seat.index, first, [each[number] for each in columns], number)
 
     def _find_bad_blocks(self, blocks: Sequence[int]) -> set[int]:
         """Return those of these full blocks that have NaN or infinite values."""
         bad: set[int] = set()
         for group, store in enumerate(self._stores_by_group):
             members = [block for block in blocks if self.pool.group(block) == group]
-            for column in range(self._columns[group]):
+            for column in range(self.columns[group]):
                 assert store is not None
                 finite = store.find_finite_blocks([self.pool.columns(block)[column] for block in members])
                 bad.update(block for block, good in zip(members, finite, strict=True) if not good)
         return bad
+
+    def unpublish_spoiled(self, sequence: PagedState) -> None:
+        """Keep others from finding the blocks of a sequence that have NaN or infinite values, and all after them."""
+        full = sequence.length // self.block_size
+        known = [(i, block) for i, block in enumerate(sequence.blocks[:full]) if block not in self.pending]
+        known += self.windowed.iter_known(sequence, full)
+        bad = self._find_bad_blocks([block for _, block in known])
+        first_bad = min((i for i, block in known if block in bad), default=None)
+        dependent = [] if first_bad is None else [block for i, block in known if i >= first_bad]
+        for other in self.sequences:
+            first = min((i for i, block in iter_blocks(other) if block in bad), default=None)
+            if first is not None:  # the blocks after one with NaN or infinite values depend on it
+                other.salt = None
+                dependent += [block for i, block in iter_blocks(other) if i >= first]
+        for block in dict.fromkeys(dependent):
+            self.pool.unpublish(block)
 
     @property
     def idle_bytes(self) -> int:
@@ -214,18 +220,15 @@ class PagedBase(BlockTableCache[PagedSeat]):
             freed += self.pool.evict()
         return freed
 
-    # ---------------------------------------------------------------- retention, pins and dropped prefixes
-    def retain(self, seat: PagedSeat, *, priority: int, ttl: float | None) -> None:
-        seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
-
+    # ---------------------------------------------------------------- pins and dropped prefixes
     def clear(self, scope: SaltScope = EVERYTHING) -> int:
         before = self.setup.memory.held_bytes
         for pin_id in self.pinned.find_in_scope(scope):
             self.unpin(pin_id)
         self.pool.clear(scope)
-        for seat in self.seats:
-            if seat.salt is not None and scope.includes(seat.salt):
-                seat.salt = None
+        for sequence in self.sequences:
+            if sequence.salt is not None and scope.includes(sequence.salt):
+                sequence.salt = None
         return before - self.setup.memory.held_bytes
 
     def pin(self, tokens: Sequence[int], *, salt: Salt, ttl: float) -> Pin:
@@ -241,7 +244,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
     def _pin(self, hashes: Sequence[BlockHash], ttl: float) -> Pin:
         """Pin the longest cached prefix of a sequence with these hashes."""
         num_blocks, found = self._find_prefix(hashes, len(hashes) * self.block_size, computed=True)
-        blocks = found[:num_blocks] if self._columns[0] else []
+        blocks = found[:num_blocks] if self.columns[0] else []
         blocks += self.windowed.list_before(hashes, num_blocks)
         if not blocks:
             raise PinError(
@@ -253,7 +256,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
             raise PinError(f"with this pin, {why_not}: pin a shorter prefix, or remove other pins")
         for block in blocks:
             self.pool.incref(block)
-        num_bytes = sum(self._block_bytes[self.pool.group(block)] for block in blocks)
+        num_bytes = sum(self.block_bytes[self.pool.group(block)] for block in blocks)
         return self.pinned.add(blocks, hashes[num_blocks - 1], num_blocks * self.block_size, num_bytes, ttl)
 
     def unpin(self, pin_id: str) -> bool:
@@ -278,9 +281,9 @@ class PagedBase(BlockTableCache[PagedSeat]):
         blocks = dict.fromkeys(block for each in dropped if (block := self.pool.find(each)) is not None)
         for pin_id in self.pinned.find_by_prefix({each.prefix for each in dropped}):
             self.unpin(pin_id)
-        for seat in self.seats:
-            if any(block in blocks for _, block in iter_blocks(seat)):
-                seat.salt = None  # what it computes from now on is not put into the prefix cache
+        for sequence in self.sequences:
+            if any(block in blocks for _, block in iter_blocks(sequence)):
+                sequence.salt = None  # what it computes from now on is not put into the prefix cache
         for block in blocks:
             self.pool.unpublish(block)
         return before - self.setup.memory.held_bytes
@@ -290,7 +293,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
         return self._make_tree().list_nodes(limit)
 
     def block_naming(self) -> BlockNaming | None:
-        return BlockNaming(self.block_size, self._hasher.root) if self.prefix_cache else None
+        return BlockNaming(self.block_size, self.hasher.root) if self.prefix_cache else None
 
     def list_block_names(self) -> Collection[int]:
         return self.pool.list_names()
@@ -299,28 +302,28 @@ class PagedBase(BlockTableCache[PagedSeat]):
         return PrefixTree(self.pool, self.pinned, self.block_size)
 
     def inspect(self) -> dict[str, Any]:
-        seats = [
+        sequences = [
             {
-                "tokens": seat.length,
-                "cached_tokens": seat.cached,
-                "blocks": sum(1 for _, block in iter_blocks(seat) if block >= 0),
+                "tokens": sequence.length,
+                "cached_tokens": sequence.found,
+                "blocks": sum(1 for _, block in iter_blocks(sequence) if block >= 0),
             }
-            for seat in self.seats
+            for sequence in self.sequences
         ]
         groups = [{"window": each.window, "layers": len(each.layers)} for each in self.layout.stored]
         return {
             "block_size": self.block_size,
             "layer_groups": groups,
             "blocks": self.blocks()._asdict(),
-            "seats": seats,
+            "sequences": sequences,
         }
 
     def usage(self) -> CacheUsage:
         memory = self.setup.memory
-        return self._accounting.count_usage(self.seats, self.pinned.blocks, memory.held_bytes, memory.limit_bytes)
+        return self._accounting.count_usage(self.sequences, self.pinned.blocks, memory.held_bytes, memory.limit_bytes)
 
     def blocks(self) -> Blocks:
-        return self._accounting.count_blocks(self.seats, self.pinned.blocks, len(self.pending))
+        return self._accounting.count_blocks(self.sequences, self.pinned.blocks, len(self.pending))
 
     def mark_blocks(self, region: Region, states: Tensor) -> None:
         self.pool.mark_blocks(region, states.numpy())
@@ -343,12 +346,17 @@ class PagedBase(BlockTableCache[PagedSeat]):
         return info._replace(age=age, idle=idle, prefix=block_hash.prefix_id)
 
     def _locate(self, block: int, block_hash: BlockHash | None) -> tuple[int | None, int | None]:
-        """Return the number of tokens before a block in its sequences, and of those in it; None if no seat has it."""
+        """Return the number of tokens before a block in its sequences, and of those in it; None if none has it."""
         size, owner = self.block_size, self.pending.owner(block)
         if block_hash is not None and owner is None:
             return block_hash.depth * size, size
-        seats = self.seats if owner is None else [owner]  # those that wait count the tokens as theirs already
-        found = [(i, seat.length - i * size) for seat in seats for i, each in iter_blocks(seat) if each == block]
+        sequences = self.sequences if owner is None else [owner]  # those that wait count the tokens as theirs already
+        found = [
+            (i, sequence.length - i * size)
+            for sequence in sequences
+            for i, each in iter_blocks(sequence)
+            if each == block
+        ]
         if not found:
             return None, None
         i, num_tokens = max(found)
@@ -358,18 +366,18 @@ class PagedBase(BlockTableCache[PagedSeat]):
         return self._block_metrics.collect()
 
     def check_integrity(self) -> None:
-        references = Counter(block for seat in self.seats for _, block in iter_blocks(seat))
-        references.update(self._copies.sources)
+        references = Counter(block for sequence in self.sequences for _, block in iter_blocks(sequence))
+        references.update(self.copies.sources)
         references.update(self.pinned.blocks)
         self.pool.check_integrity(references)
-        for seat in self.seats:
-            assert len(seat.blocks) >= self._blocks_for(seat.length)
-            assert len(seat.tokens) >= seat.length
-            self.windowed.check_integrity(seat)
+        for sequence in self.sequences:
+            assert len(sequence.blocks) >= self.count_blocks(sequence.length)
+            assert len(sequence.tokens) >= sequence.length
+            self.windowed.check_integrity(sequence)
         for block, queue in self.pending.items():
             owner = queue[0]
             assert owner.length < (owner.blocks.index(block) + 1) * self.block_size <= len(owner.tokens)
-            assert all(block in seat.blocks for seat in queue)
+            assert all(block in sequence.blocks for sequence in queue)
 
 
 def longest_row_of(geometry: Geometry) -> int:

@@ -1,4 +1,4 @@
-"""Copies shared blocks before they are written (copy-on-write). Knows blocks; neither seats nor tokens."""
+"""Copies shared blocks before they are written (copy-on-write). Knows blocks; neither sequences nor tokens."""
 
 from __future__ import annotations
 
@@ -40,21 +40,20 @@ class BlockCopies:
             self._pool.decref(self._sources.pop(block))
 
     def run(self, ops: Ops) -> None:
-        """Copy the keys and values; may be repeated."""
+        """Copy the keys and values, and drop the references to the sources."""
+        if not self._sources:
+            return
         for group, store in enumerate(self._stores):
             pairs = [(a, b) for b, a in self._sources.items() if self._pool.group(b) == group]
             if pairs and store is not None:
                 sources, copies = zip(*pairs, strict=True)
                 ops.copy_blocks(store, self._list_columns(sources), self._list_columns(copies))
-
-    def _list_columns(self, blocks: Sequence[int]) -> list[int]:
-        return [number for block in blocks for number in self._pool.columns(block)]
-
-    def finish(self) -> None:
-        """Drop the references to the sources of all copies, which have run."""
         for source in self._sources.values():
             self._pool.decref(source)
         self._sources.clear()
+
+    def _list_columns(self, blocks: Sequence[int]) -> list[int]:
+        return [number for block in blocks for number in self._pool.columns(block)]
 
     @property
     def sources(self) -> Collection[int]:
@@ -62,6 +61,3 @@ class BlockCopies:
 
     def __contains__(self, block: int) -> bool:
         return block in self._sources
-
-    def __bool__(self) -> bool:
-        return bool(self._sources)

@@ -2,7 +2,7 @@
 
 Combines `RefCounts` (references to a block), `PrefixIndex` (its hash) and `EvictionQueue` (the order of eviction), and
 reports to `BlockMetrics`. A block that loses its last reference is freed at once if it has no hash, else it becomes
-idle. Knows neither seats nor tokens.
+idle. Knows neither sequences nor tokens.
 """
 
 from __future__ import annotations

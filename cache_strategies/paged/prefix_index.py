@@ -2,7 +2,7 @@
 
 A prefix is all tokens up to the end of a block, with their salt. In each group of layers it ends with another block.
 
-Knows neither memory nor reference counts, nor what a seat contains.
+Knows neither memory nor reference counts, nor what a sequence contains.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple
 
-from cache_strategies.base import SeatT
+from cache_strategies.base import S
 from cache_strategies.types import Miss, Salt
 from config.block_hashes import hash_block, hash_root, name_block
 
@@ -184,49 +184,49 @@ class PrefixIndex:
         assert self._hits.keys() <= {block_hash.prefix for block_hash in self.list_tree()}
 
 
-class PendingBlocks(Generic[SeatT]):
-    """The blocks that can be found by hash but are not computed yet, each with a queue of seats.
+class PendingBlocks(Generic[S]):
+    """The blocks that can be found by hash but are not computed yet, each with a queue of sequences.
 
-    The first seat in the queue computes the block; the others wait for it. If the first one closes, the next takes
+    The first sequence in the queue computes the block; the others wait for it. If the first one closes, the next takes
     over.
     """
 
     def __init__(self) -> None:
-        self._queues: dict[int, list[SeatT]] = {}
+        self._queues: dict[int, list[S]] = {}
 
-    def add(self, block: int, seat: SeatT) -> None:
-        self._queues[block] = [seat]
+    def add(self, block: int, sequence: S) -> None:
+        self._queues[block] = [sequence]
 
-    def add_waiter(self, block: int, seat: SeatT) -> None:
-        """Add a seat that waits for a block; do nothing if the block is already computed."""
+    def add_waiter(self, block: int, sequence: S) -> None:
+        """Add a sequence that waits for a block; do nothing if the block is already computed."""
         if block in self._queues:
-            self._queues[block].append(seat)
+            self._queues[block].append(sequence)
 
     def __contains__(self, block: int) -> bool:
         return block in self._queues
 
-    def owner(self, block: int) -> SeatT | None:
+    def owner(self, block: int) -> S | None:
         queue = self._queues.get(block)
         return queue[0] if queue else None
 
     def is_awaited(self, block: int) -> bool:
-        """Return whether another seat than the one that computes a block waits for it."""
+        """Return whether another sequence than the one that computes a block waits for it."""
         return len(self._queues.get(block, ())) > 1
 
-    def mark_computed(self, block: int) -> Sequence[SeatT]:
-        """Record that a block is computed; return the seats that waited for it."""
+    def mark_computed(self, block: int) -> Sequence[S]:
+        """Record that a block is computed; return the sequences that waited for it."""
         return self._queues.pop(block, [])[1:]
 
-    def remove_seat(self, block: int, seat: SeatT) -> SeatT | None:
-        """Remove a seat from a block's queue; return the seat that must compute the block instead of it, or None.
+    def remove_sequence(self, block: int, sequence: S) -> S | None:
+        """Remove a sequence from a block's queue; return the one that must compute the block instead of it, or None.
 
-        None if the seat was not the first in the queue or was the last one: then the block is no longer pending.
+        None if the sequence was not the first in the queue or was the last one: then the block is no longer pending.
         """
         queue = self._queues.get(block)
-        if not queue or seat not in queue:
+        if not queue or sequence not in queue:
             return None
-        owned = queue[0] is seat
-        queue.remove(seat)
+        owned = queue[0] is sequence
+        queue.remove(sequence)
         if not queue:
             del self._queues[block]
             return None
@@ -235,5 +235,5 @@ class PendingBlocks(Generic[SeatT]):
     def __len__(self) -> int:
         return len(self._queues)
 
-    def items(self) -> Iterator[tuple[int, list[SeatT]]]:
+    def items(self) -> Iterator[tuple[int, list[S]]]:
         return iter(self._queues.items())

@@ -1,4 +1,4 @@
-"""Allocates an instance's blocks from its regions and counts the references to each. Knows neither tokens nor seats."""
+"""Allocates an instance's blocks from its regions and counts the references to each. Knows no tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GroupMemory(NamedTuple):
 
 
 class RefCounts:
-    """The reference count of each allocated block: references of seats, pins and unfinished copies.
+    """The reference count of each allocated block: references of sequences, pins and unfinished copies.
 
     A block of a group of layers has one allocation in the group's region, or one for each column. It is identified by
     the number of the first and of its group: number * groups + group. A block without memory has a negative number.

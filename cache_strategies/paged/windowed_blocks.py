@@ -1,9 +1,9 @@
-"""The blocks of layers with a window: which of them each seat holds, takes over from others, and drops.
+"""The blocks of layers with a window: which of them each sequence holds, takes over from others, and drops.
 
-A seat holds only the blocks in the window of its next tokens. What the window has passed leaves the seat when a step is
-committed; such blocks can be found by their hash until they are evicted, which they are before all others. The blocks
-of layers without a window, `PagedSeat.blocks`, say which seat computes what: a position's windowed blocks are computed
-together with them. Does not know layers, but groups of layers (layer_groups.py).
+A sequence holds only the blocks in the window of its next tokens. What the window has passed leaves the sequence when a
+step is committed; such blocks can be found by their hash until they are evicted, which they are before all others. The
+blocks of layers without a window, `PagedState.blocks`, say which sequence computes what: a position's windowed
+blocks are computed together with them. Does not know layers, but groups of layers (layer_groups.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cache_strategies.paged.block_copies import BlockCopies
 from cache_strategies.paged.block_pool import BlockPool
 from cache_strategies.paged.layer_groups import LayerLayout, count_blocks_for_hit, count_kept_blocks
 from cache_strategies.paged.prefix_index import BlockHash, PendingBlocks
-from cache_strategies.paged.seat import PagedSeat
+from cache_strategies.paged.state import PagedState
 
 PASSED = -1  # eviction priority of blocks that a window has passed; requests have priorities from 0 on
 
@@ -27,19 +27,19 @@ class _WindowGroup(NamedTuple):
     number: int
     window: int
     num_for_hit: int  # how many blocks before a position must be there if a sequence is to go on from there
-    num_kept: int  # how many full blocks a seat keeps
+    num_kept: int  # how many full blocks a sequence keeps
     block_bytes: int
     table: int  # number of the group's table in the block table
 
 
 class WindowedBlocks:
-    """The windowed blocks of all seats of a cache. In PagedSeat.windowed they are listed by group and position."""
+    """The windowed blocks of all sequences of a cache. PagedState.windowed has them by group and position."""
 
     def __init__(
         self,
         layout: LayerLayout,
         pool: BlockPool,
-        pending: PendingBlocks[PagedSeat],
+        pending: PendingBlocks[PagedState],
         copies: BlockCopies,
         table: BlockTable,
         block_bytes: Sequence[int],
@@ -60,14 +60,14 @@ class WindowedBlocks:
 
     @property
     def rewind(self) -> int | None:
-        """How many of its latest tokens a seat can drop; None: any number."""
+        """How many of its latest tokens a sequence can drop; None: any number."""
         return min((g.num_kept * self._block_size - g.window + 1 for g in self._groups), default=None)
 
     # ---------------------------------------------------------------- prefixes
     def limit_prefix(self, hashes: Sequence[BlockHash], blocks: Sequence[int | None], num_blocks: int) -> int:
         """Return the most blocks, up to `num_blocks`, after which a sequence with these hashes can go on.
 
-        The windowed blocks before that position are in the cache, or are computed by another seat together with the
+        The windowed blocks before that position are in the cache, or are computed by another sequence together with the
         sequence's block there, which is in `blocks`.
         """
 
@@ -77,11 +77,11 @@ class WindowedBlocks:
 
         return self._limit(num_blocks, can_be_had)
 
-    def limit_length(self, seat: PagedSeat, num_blocks: int) -> int:
-        """Return the most blocks, up to `num_blocks`, after which a seat can go on with blocks that it can take."""
+    def limit_length(self, sequence: PagedState, num_blocks: int) -> int:
+        """Return the most blocks, up to `num_blocks`, after which a sequence can go on with blocks that it can take."""
 
         def can_be_had(group: _WindowGroup, i: int) -> bool:
-            return seat.blocks[i] in self._pending or self._find_own(group, seat, i) is not None
+            return sequence.blocks[i] in self._pending or self._find_own(group, sequence, i) is not None
 
         return self._limit(num_blocks, can_be_had)
 
@@ -97,10 +97,10 @@ class WindowedBlocks:
             if num_blocks == before:
                 return num_blocks
 
-    def _find_own(self, group: _WindowGroup, seat: PagedSeat, i: int) -> int | None:
-        """Return the seat's i-th block in a group: one that it holds, or a cached one with the same contents."""
-        block = seat.windowed[group.number - 1].get(i)
-        block_hash = seat.block_hashes[i] if block is None and i < len(seat.block_hashes) else None
+    def _find_own(self, group: _WindowGroup, sequence: PagedState, i: int) -> int | None:
+        """Return the sequence's i-th block in a group: one that it holds, or a cached one with the same contents."""
+        block = sequence.windowed[group.number - 1].get(i)
+        block_hash = sequence.block_hashes[i] if block is None and i < len(sequence.block_hashes) else None
         return block if block_hash is None else self._find(group, block_hash)
 
     def _find(self, group: _WindowGroup, block_hash: BlockHash) -> int | None:
@@ -120,148 +120,151 @@ class WindowedBlocks:
         )
         return [block for block in found if block is not None]
 
-    def take(self, seat: PagedSeat, length: int) -> bool:
-        """Add references to the cached blocks that the seat's token at position `length` needs.
+    def take(self, sequence: PagedState, length: int) -> bool:
+        """Add references to the cached blocks that the sequence's token at position `length` needs.
 
-        Return False if one of them is missing that no other seat computes.
+        Return False if one of them is missing that no other sequence computes.
         """
-        for group, held in self._iter_held(seat):
+        for group, held in self._iter_held(sequence):
             for i in range(self._first_needed(group, length), -(-length // self._block_size)):
-                if i in held or seat.blocks[i] in self._pending:
+                if i in held or sequence.blocks[i] in self._pending:
                     continue
-                block = self._find_own(group, seat, i)
+                block = self._find_own(group, sequence, i)
                 if block is None:
                     return False
                 self._pool.incref(block)
-                self._put(group, seat, i, block)
+                self._put(group, sequence, i, block)
         return True
 
-    # ---------------------------------------------------------------- a seat's blocks
-    def _iter_held(self, seat: PagedSeat) -> Iterator[tuple[_WindowGroup, dict[int, int]]]:
-        return zip(self._groups, seat.windowed, strict=True)
+    # ---------------------------------------------------------------- a sequence's blocks
+    def _iter_held(self, sequence: PagedState) -> Iterator[tuple[_WindowGroup, dict[int, int]]]:
+        return zip(self._groups, sequence.windowed, strict=True)
 
     def _first_needed(self, group: _WindowGroup, length: int) -> int:
         """Return the index of the first block that the token at position `length` sees."""
         return max(0, length - group.window + 1) // self._block_size
 
-    def _put(self, group: _WindowGroup, seat: PagedSeat, i: int, block: int) -> None:
-        """Make a block the seat's i-th one in a group."""
-        seat.windowed[group.number - 1][i] = block
-        self._table.write_blocks(seat.index, i, self._pool.columns(block), group.table)
+    def _put(self, group: _WindowGroup, sequence: PagedState, i: int, block: int) -> None:
+        """Make a block the sequence's i-th one in a group."""
+        sequence.windowed[group.number - 1][i] = block
+        self._table.write_blocks(sequence.index, i, self._pool.columns(block), group.table)
 
-    def count_peak_bytes(self, seat: PagedSeat, num_tokens: int, longest_row: int) -> int:
-        """Return an upper bound of the bytes for the rest of a new seat's `num_tokens` tokens."""
-        rest = -(-num_tokens // self._block_size) - seat.length // self._block_size
+    def count_peak_bytes(self, sequence: PagedState, num_tokens: int, longest_row: int) -> int:
+        """Return an upper bound of the bytes for the rest of a new sequence's `num_tokens` tokens."""
+        rest = -(-num_tokens // self._block_size) - sequence.length // self._block_size
         return sum(
             group.block_bytes
             * min(rest, self._layout.count_blocks(self._layout.groups[group.number], num_tokens, longest_row))
             for group in self._groups
         )
 
-    def count_missing_bytes(self, seat: PagedSeat, end: int) -> int:
-        """Return the bytes of the blocks that are missing for the seat's tokens up to position `end`."""
-        return sum(group.block_bytes for group, _ in self._iter_missing(seat, end))
+    def count_missing_bytes(self, sequence: PagedState, end: int) -> int:
+        """Return the bytes of the blocks that are missing for the sequence's tokens up to position `end`."""
+        return sum(group.block_bytes for group, _ in self._iter_missing(sequence, end))
 
-    def allocate(self, seat: PagedSeat, end: int) -> bool:
-        """Allocate the missing blocks for the seat's tokens up to position `end`; return False if they do not fit."""
-        for group, i in list(self._iter_missing(seat, end)):
+    def allocate(self, sequence: PagedState, end: int) -> bool:
+        """Allocate the missing blocks for a sequence's tokens up to position `end`; return False if they do not fit."""
+        for group, i in list(self._iter_missing(sequence, end)):
             block = self._pool.allocate(group.number)
             if block is None:
                 return False
-            self._put(group, seat, i, block)
+            self._put(group, sequence, i, block)
         return True
 
-    def _iter_missing(self, seat: PagedSeat, end: int) -> Iterator[tuple[_WindowGroup, int]]:
-        for group, held in self._iter_held(seat):
-            for i in range(seat.length // self._block_size, -(-end // self._block_size)):
+    def _iter_missing(self, sequence: PagedState, end: int) -> Iterator[tuple[_WindowGroup, int]]:
+        for group, held in self._iter_held(sequence):
+            for i in range(sequence.length // self._block_size, -(-end // self._block_size)):
                 if i not in held:
                     yield group, i
 
-    def make_writable(self, seat: PagedSeat, end: int) -> bool:
-        """Make the seat's blocks up to position `end` unshared and without a hash; False if memory is missing.
+    def make_writable(self, sequence: PagedState, end: int) -> bool:
+        """Make the sequence's blocks up to position `end` unshared and without a hash; False if memory is missing.
 
         Blocks that others wait for are shared with them already while they are written.
         """
-        for i in range(seat.length // self._block_size, -(-end // self._block_size)):
-            if i < len(seat.blocks) and seat.blocks[i] in self._pending:
+        for i in range(sequence.length // self._block_size, -(-end // self._block_size)):
+            if i < len(sequence.blocks) and sequence.blocks[i] in self._pending:
                 continue
-            for group, held in self._iter_held(seat):
+            for group, held in self._iter_held(sequence):
                 if i not in held:
                     continue
                 block = self._copies.make_writable(held[i])
                 if block is None:
                     return False
                 if block != held[i]:
-                    self._put(group, seat, i, block)
+                    self._put(group, sequence, i, block)
         return True
 
-    # ---------------------------------------------------------------- other seats
-    def take_from_owners(self, seat: PagedSeat) -> None:
-        """Share the blocks before the seat's next token that other seats compute in the same step."""
+    # ---------------------------------------------------------------- other sequences
+    def take_from_owners(self, sequence: PagedState) -> None:
+        """Share the blocks before the sequence's next token that other sequences compute in the same step."""
         for i in range(
-            min(self._first_needed(group, seat.length) for group in self._groups), seat.length // self._block_size
+            min(self._first_needed(group, sequence.length) for group in self._groups),
+            sequence.length // self._block_size,
         ):
-            owner = self._pending.owner(seat.blocks[i])
-            if owner is not None and owner is not seat:
-                self._share(owner, seat, i)
+            owner = self._pending.owner(sequence.blocks[i])
+            if owner is not None and owner is not sequence:
+                self._share(owner, sequence, i)
 
-    def _share(self, owner: PagedSeat, seat: PagedSeat, i: int) -> None:
-        """Make the seat use its owner's blocks at a position, if the seat's next token needs them."""
-        for group, held in self._iter_held(seat):
+    def _share(self, owner: PagedState, sequence: PagedState, i: int) -> None:
+        """Make the sequence use its owner's blocks at a position, if the sequence's next token needs them."""
+        for group, held in self._iter_held(sequence):
             block, before = owner.windowed[group.number - 1].get(i), held.get(i)
-            if block is None or block == before or i < self._first_needed(group, seat.length):
+            if block is None or block == before or i < self._first_needed(group, sequence.length):
                 continue
             self._pool.incref(block)
-            self._put(group, seat, i, block)
+            self._put(group, sequence, i, block)
             if before is not None:
                 self._pool.decref(before)
 
-    def fork(self, seat: PagedSeat, child: PagedSeat) -> None:
-        """Share the blocks of a seat's committed tokens with its fork."""
-        for group, held in self._iter_held(seat):
+    def fork(self, sequence: PagedState, child: PagedState) -> None:
+        """Share the blocks of a sequence's committed tokens with its fork."""
+        for group, held in self._iter_held(sequence):
             for i, block in held.items():
-                if i * self._block_size < seat.length:
+                if i * self._block_size < sequence.length:
                     self._pool.incref(block)
                     self._put(group, child, i, block)
 
     # ---------------------------------------------------------------- steps
-    def commit_block(self, seat: PagedSeat, i: int, block_hash: BlockHash | None, waiting: Sequence[PagedSeat]) -> None:
-        """Give hashes to the seat's i-th blocks, which are computed now, and share them with the seats that wait."""
-        for group, held in self._iter_held(seat):
+    def commit_block(
+        self, sequence: PagedState, i: int, block_hash: BlockHash | None, waiting: Sequence[PagedState]
+    ) -> None:
+        """Give hashes to a sequence's i-th blocks, which are computed now, and share them with those that wait."""
+        for group, held in self._iter_held(sequence):
             if block_hash is not None and not self._pool.has_hash(held[i]) and self._find(group, block_hash) is None:
                 self._pool.publish(block_hash._replace(group=group.number), held[i])
         for other in waiting:
-            self._share(seat, other, i)
+            self._share(sequence, other, i)
 
-    def drop_passed(self, seat: PagedSeat) -> None:
+    def drop_passed(self, sequence: PagedState) -> None:
         """Drop the blocks that the windows have passed.
 
         They are evicted before all others, but for those before the position where other texts branch off, which are
-        kept as long as the seat's other blocks.
+        kept as long as the sequence's other blocks.
         """
-        for group, held in self._iter_held(seat):
-            first = seat.length // self._block_size - group.num_kept
+        for group, held in self._iter_held(sequence):
+            first = sequence.length // self._block_size - group.num_kept
             for i in [i for i in held if i < first]:
-                at_branch = seat.branch - group.num_for_hit <= i < seat.branch
-                self._pool.decref(held.pop(i), priority=seat.priority if at_branch else PASSED, ttl=seat.ttl)
+                at_branch = sequence.branch - group.num_for_hit <= i < sequence.branch
+                self._pool.decref(held.pop(i), priority=sequence.priority if at_branch else PASSED, ttl=sequence.ttl)
 
-    def release(self, seat: PagedSeat, first: int = 0) -> None:
-        """Drop the seat's references to its blocks from a position on."""
-        for held in seat.windowed:
+    def release(self, sequence: PagedState, first: int = 0) -> None:
+        """Drop the sequence's references to its blocks from a position on."""
+        for held in sequence.windowed:
             for i in sorted((i for i in held if i >= first), reverse=True):
                 block = held.pop(i)
                 self._copies.cancel(block)
-                self._pool.decref(block, priority=seat.priority, ttl=seat.ttl)
+                self._pool.decref(block, priority=sequence.priority, ttl=sequence.ttl)
 
-    def iter_known(self, seat: PagedSeat, end: int) -> Iterator[tuple[int, int]]:
-        """Yield (position, block) of the seat's computed blocks before position `end`, and of those it has dropped."""
+    def iter_known(self, sequence: PagedState, end: int) -> Iterator[tuple[int, int]]:
+        """Yield (position, block) of a sequence's computed blocks before position `end`, and of those it dropped."""
         for group in self._groups:
-            for i in (i for i in range(end) if seat.blocks[i] not in self._pending):
-                if (block := self._find_own(group, seat, i)) is not None:
+            for i in (i for i in range(end) if sequence.blocks[i] not in self._pending):
+                if (block := self._find_own(group, sequence, i)) is not None:
                     yield i, block
 
-    def check_integrity(self, seat: PagedSeat) -> None:
-        for group, held in self._iter_held(seat):
+    def check_integrity(self, sequence: PagedState) -> None:
+        for group, held in self._iter_held(sequence):
             assert all(self._pool.group(block) == group.number for block in held.values())
-            for i in range(self._first_needed(group, seat.length), -(-seat.length // self._block_size)):
-                assert i in held or seat.blocks[i] in self._pending, "a block that the next token needs is missing"
+            for i in range(self._first_needed(group, sequence.length), -(-sequence.length // self._block_size)):
+                assert i in held or sequence.blocks[i] in self._pending, "a block that the next token needs is missing"

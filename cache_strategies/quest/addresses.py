@@ -1,8 +1,8 @@
 """The addresses of a step in layers whose KV heads have blocks of their own: all keys, or the blocks that rows choose.
 
-The block table has a table for each head, so a seat's head is a row of `BlockTable.all_rows`. Rows that choose blocks
-get a table of their own in each layer; to the addresses of the other rows they are padding, and vice versa. Arrays of
-addresses are allocated once. Knows how many blocks a row reads, not which.
+The block table has a table for each head, so a sequence's head is a row of `BlockTable.all_rows`. Rows that choose
+blocks get a table of their own in each layer; to the addresses of the other rows they are padding, and vice versa.
+Arrays of addresses are allocated once. Knows how many blocks a row reads, not which.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cache_strategies.base import Row
+from cache_strategies.base import Rows
 from cache_strategies.block_table import BlockTable
-from cache_strategies.paged.seat import PagedSeat
+from cache_strategies.paged.state import PagedState
 from cache_strategies.quest.options import NUM_PROTECTED
 from cache_strategies.quest.selection import Candidates, TextSizes, make_candidates
 from cache_strategies.quest.summaries import BlockSummaries
@@ -63,17 +63,17 @@ class ChoosingRows(NamedTuple):
 class HeadAddresses:
     """A step's addresses in a group of layers."""
 
-    def __init__(self, group: HeadGroup, table: BlockTable, seats: int, num_read: int, block_size: int) -> None:
-        """Allocate arrays for `seats` rows; a row that chooses reads at most `num_read` blocks."""
+    def __init__(self, group: HeadGroup, table: BlockTable, sequences: int, num_read: int, block_size: int) -> None:
+        """Allocate arrays for `sequences` rows; a row that chooses reads at most `num_read` blocks."""
         self.group = group
         self._table = table
-        self._seats = seats
+        self._sequences = sequences
         self._block_size = block_size
         heads, device = group.num_heads, table.all_rows.device
         # (table_row, start), (start without the rows that choose), (table_row, start) of those that choose
-        self._host: NDArray[np.int32] = np.zeros((5, seats, heads), np.int32)
+        self._host: NDArray[np.int32] = np.zeros((5, sequences, heads), np.int32)
         self._arrays = torch.from_numpy(self._host).to(device)  # on "cpu": a view of the host's array
-        self._tables = torch.zeros((len(group.layers), seats * heads * num_read), dtype=torch.int32, device=device)
+        self._tables = torch.zeros((len(group.layers), sequences * heads * num_read), dtype=torch.int32, device=device)
         self._number = {layer: i for i, layer in enumerate(group.layers)}
         self.all: Slots  # of all rows
         self._step: ChoosingRows | None = None  # None: no row chooses
@@ -84,12 +84,12 @@ class HeadAddresses:
         assert self._step is not None
         return self._step
 
-    def update(self, rows: Sequence[Row[PagedSeat]], base: Slots, chosen: Chosen) -> None:
+    def update(self, rows: Rows[PagedState], base: Slots, chosen: Chosen) -> None:
         """Set the addresses of a step, of which `base` are those in layers without split heads."""
         B, host = len(rows), self._host
-        index = np.array([row.seat.index for row in rows], np.int32)
-        start = np.array([row.seat.length for row in rows], np.int32)[:, None]
-        host[0, :B] = index[:, None] + (self.group.first_table + np.arange(self.group.num_heads)) * self._seats
+        index = np.array([each.index for each in rows.sequences], np.int32)
+        start = np.array([each.length for each in rows.sequences], np.int32)[:, None]
+        host[0, :B] = index[:, None] + (self.group.first_table + np.arange(self.group.num_heads)) * self._sequences
         host[1, :B] = start
         if chosen.rows:
             self._set_chosen(chosen, start)

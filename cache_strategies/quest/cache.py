@@ -9,7 +9,7 @@ A summary is computed when a block is full and a row is about to choose. A block
 
 Blocks found by prefix have exact keys. What a chosen few keys have gone into differs a little from what the model
 computes, and with it the keys of the next layers. So the blocks that a sequence fills from its first choice on get no
-hash, and are not found by others. While another seat waits for what a row computes, the row reads all keys.
+hash, and are not found by others. While another sequence waits for what a row computes, the row reads all keys.
 """
 
 from __future__ import annotations
@@ -22,20 +22,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, Plan, Row
+from cache_strategies.base import CacheSetup, Locations, Rows
 from cache_strategies.block_table import resolve_kv_dtype
 from cache_strategies.memory import Region
-from cache_strategies.paged.cache import PagedCache
+from cache_strategies.paged.cache import PagedCache, PagedSequence
 from cache_strategies.paged.layer_groups import LayerGroup, LayerLayout, group_by_window
-from cache_strategies.paged.seat import PagedSeat
+from cache_strategies.paged.state import PagedState
 from cache_strategies.quest.addresses import Chosen, HeadAddresses, HeadGroup
 from cache_strategies.quest.options import QuestOptions, selects_in
-from cache_strategies.quest.plan import QuestPlan
 from cache_strategies.quest.selection import TextSizes
 from cache_strategies.quest.summaries import BlockSummaries, compute_summary_bytes
 from cache_strategies.types import Geometry
+from kernels.ops import KVLocation
 from kernels.store import KVStore, compute_block_bytes
-from kernels.types import LayerSpec
+
+
+class QuestSequence(PagedSequence):
+    """A paged sequence that knows whether its latest row has chosen blocks."""
+
+    chooses = False
+
+    def commit(self, ids: Sequence[int]) -> None:
+        if self.chooses and ids:
+            assert isinstance(self.cache, QuestCache)
+            self.cache.withhold(self)
+        super().commit(ids)
 
 
 class QuestCache(PagedCache):
@@ -43,21 +54,21 @@ class QuestCache(PagedCache):
 
     options: QuestOptions
     options_type = QuestOptions
+    sequence_type = QuestSequence
 
     def __init__(self, setup: CacheSetup, options: QuestOptions) -> None:
         super().__init__(setup, options)
         self._summaries: BlockSummaries | None = None
         self._groups = list(self._make_groups())
         num_blocks = self.block_layout(options, setup.geometry)[1]
-        num_read, seats = options.count_read(num_blocks, self.block_size), setup.geometry.max_seats
+        num_read, sequences = options.count_read(num_blocks, self.block_size), setup.geometry.max_seats
         room = num_read if num_read < num_blocks else 0
-        every = [HeadAddresses(group, self.table, seats, room, self.block_size) for group in self._groups]
+        every = [HeadAddresses(group, self.table, sequences, room, self.block_size) for group in self._groups]
         by_layer = {layer: each for each in every for layer in each.group.layers}
         layers = setup.geometry.layers
         self._addresses = [by_layer.get(layer) for layer in range(len(layers))]
-        # Number of KV heads in which rows choose, of all heads
-        self._num_choosing = sum(spec.num_kv_heads for spec in layers if selects_in(spec))
-        self._num_heads = sum(spec.num_kv_heads for spec in layers)
+        self._num_choosing = sum(map(selects_in, layers))  # layers in which rows choose
+        self._chosen = Chosen((), ())  # in the latest step
         # By block: whether its summaries are those of its keys
         self._has_summary: NDArray[np.bool_] = np.zeros(self.store.num_blocks, np.bool_)
         if self._num_choosing and num_read < num_blocks:
@@ -100,77 +111,118 @@ class QuestCache(PagedCache):
             yield HeadGroup(numbers, num_heads, store, 0, summaries)
 
     # ---------------------------------------------------------------- steps
-    def plan(self, rows: Sequence[Row[PagedSeat]]) -> QuestPlan:
-        if self._copies:
-            self._copies.run(self.setup.ops)
-        chosen = self._find_choosing(rows)
+    def locate(self, rows: Rows[PagedState]) -> Locations:
+        self.copies.run(self.setup.ops)
+        self._chosen = chosen = self._find_choosing(rows)
         if chosen.rows:
-            self._summarize([rows[number].seat for number in chosen.rows])
-        return QuestPlan(self.setup, rows, chosen, self.table, self.stores, self.store_by_layer, self._addresses)
+            self._summarize([rows.sequences[number] for number in chosen.rows])
+        slots = self.table.make_slots_by_store(rows)
+        every = [each for each in dict.fromkeys(self._addresses) if each is not None]
+        for each in every:
+            each.update(rows, slots[0], chosen)
+        whole = [KVLocation(store, at, None) for store, at in zip(self.stores, slots, strict=True)]
+        by_head = {id(each): KVLocation(each.group.store, each.all, None) for each in every}  # one for each group
+        self._located = [
+            whole[number] if each is None else by_head[id(each)]
+            for number, each in zip(self.store_by_layer, self._addresses, strict=True)
+        ]
+        if not chosen.rows:
+            return Locations(self._located)
+        layers = zip(self._located, self._addresses, self.setup.geometry.layers, strict=True)
+        return Locations([None if each and selects_in(spec) else at for at, each, spec in layers])
 
-    def _find_choosing(self, rows: Sequence[Row[PagedSeat]]) -> Chosen:
+    def _find_choosing(self, rows: Rows[PagedState]) -> Chosen:
         """Return the rows that choose blocks. What is written by any row loses its summary."""
         numbers: list[int] = []
         sizes: list[TextSizes] = []
-        for number, (seat, num_tokens) in enumerate(rows if self._num_choosing else ()):
-            first, end = seat.length // self.block_size, self._blocks_for(seat.length + num_tokens)
-            self._has_summary[self.table.host_tables[0, seat.index, first:end]] = False
+        for number, (each, num_tokens) in enumerate(zip(rows.sequences, rows.counts, strict=True)):
+            assert isinstance(each, QuestSequence)
+            each.chooses = False
+            if not self._num_choosing:
+                continue
+            first, end = each.length // self.block_size, self.count_blocks(each.length + num_tokens)
+            self._has_summary[self.table.host_tables[0, each.index, first:end]] = False
             if num_tokens == 1:
                 size = TextSizes(end, self.options.count_read(end, self.block_size))
-                if size.num_read < size.num_blocks and not (self.pending and self._depends_on_others(seat)):
+                if size.num_read < size.num_blocks and not (self.pending and self._depends_on_others(each)):
+                    each.chooses = True
                     numbers.append(number)
                     sizes.append(size)
         return Chosen(numbers, sizes)
 
-    def _depends_on_others(self, seat: PagedSeat) -> bool:
-        """Return whether blocks of a seat are computed in this step by others, or others wait for what it computes."""
-        first = seat.length // self.block_size
-        return any(block in self.pending for block in seat.blocks[:first]) or any(
-            self.pending.is_awaited(block) for block in seat.blocks[first:]
+    def _depends_on_others(self, sequence: PagedState) -> bool:
+        """Return whether others compute blocks of a sequence in this step, or wait for what it computes."""
+        first = sequence.length // self.block_size
+        return any(block in self.pending for block in sequence.blocks[:first]) or any(
+            self.pending.is_awaited(block) for block in sequence.blocks[first:]
         )
 
-    def _summarize(self, seats: Sequence[PagedSeat]) -> None:
-        """Compute the missing summaries of the full blocks of seats."""
-        tables, full = self.table.host_tables, [seat.length // self.block_size for seat in seats]
-        blocks = [tables[0, seat.index, :n] for seat, n in zip(seats, full, strict=True)]
+    def _summarize(self, sequences: Sequence[PagedState]) -> None:
+        """Compute the missing summaries of the full blocks of sequences."""
+        tables, full = self.table.host_tables, [sequence.length // self.block_size for sequence in sequences]
+        blocks = [tables[0, sequence.index, :n] for sequence, n in zip(sequences, full, strict=True)]
         missing = [np.flatnonzero(~self._has_summary[each]) for each in blocks]
         if not any(map(len, missing)):
             return
-        heads = slice(self._columns[0])
-        found = [tables[heads, seat.index, at].flatten() for seat, at in zip(seats, missing, strict=True)]
+        heads = slice(self.columns[0])
+        found = [tables[heads, sequence.index, at].flatten() for sequence, at in zip(sequences, missing, strict=True)]
         numbers = torch.from_numpy(np.unique(np.concatenate(found)).astype(np.int64))
         assert self._summaries is not None
         self._summaries.fill(numbers.to(self.table.all_rows.device))
         for each, at in zip(blocks, missing, strict=True):
             self._has_summary[each[at]] = True
 
-    def commit(self, plan: Plan[PagedSeat], tokens: Sequence[Sequence[int]]) -> None:
-        assert isinstance(plan, QuestPlan)
-        for number in plan.chosen.rows:
-            if tokens[number]:
-                self._withhold(plan.rows[number].seat)
-        super().commit(plan, tokens)
+    def attend(self, layer: int, rows: Rows[PagedState], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Let rows that choose read the blocks that they select, and all others all their keys."""
+        ops, spec = self.setup.ops, self.setup.geometry.layers[layer]
+        addresses = self._addresses[layer]
+        assert addresses is not None
+        group, step = addresses.group, addresses.step
+        ops.write_kv(group.store, layer, k, v, addresses.all)
+        if step.others is not None:
+            ops.attend(out, q, group.store, layer, step.others, spec)
+        candidates, summaries = step.candidates, group.summaries.get(layer)
+        ops.select_blocks(addresses.get_selected(layer), q[step.which], summaries, candidates.blocks, candidates.counts)
+        ops.attend(out, q, group.store, layer, addresses.address(layer), spec)
 
-    def _withhold(self, seat: PagedSeat) -> None:
-        """Keep what a seat computes from now on from being found by others, who wait for none of it."""
-        seat.salt = None
-        for block in seat.blocks[seat.length // self.block_size :] if self.pending else ():
-            if self.pending.owner(block) is seat:
-                heir = self.pending.remove_seat(block, seat)
+    def gather(self, layer: int, rows: Rows[PagedState], row: int) -> tuple[Tensor, Tensor, Tensor]:
+        location, spec, end = self._located[layer], self.setup.geometry.layers[layer], rows.end(row)
+        assert location is not None
+        if selects_in(spec) and row in self._chosen.rows:
+            indices = positions = self._list_read(layer, row, end)
+        else:
+            indices = positions = self.list_visible_positions(end, spec)
+            if location.store.split_heads:
+                indices = positions[:, None].expand(-1, spec.num_kv_heads).contiguous()
+        k, v = self.setup.ops.gather(location.store, layer, location.at, row, indices)
+        return k, v, positions
+
+    def _list_read(self, layer: int, row: int, end: int) -> Tensor:
+        """Return the positions [S, H] of the keys before `end` that a row has read in a layer, which was computed."""
+        addresses = self._addresses[layer]
+        assert addresses is not None
+        number = self._chosen.rows.index(row)
+        blocks = addresses.list_read(layer, number, self._chosen.sizes[number])
+        positions = blocks[..., None] * self.block_size + torch.arange(self.block_size, device=blocks.device)
+        num_keys = positions[0].numel() - (-end % self.block_size)  # the last block is full up to `end`
+        return positions.flatten(1)[:, :num_keys].T.contiguous()
+
+    def withhold(self, sequence: PagedState) -> None:
+        """Keep what a sequence computes from now on from being found by others, who wait for none of it."""
+        sequence.salt = None
+        for block in sequence.blocks[sequence.length // self.block_size :] if self.pending else ():
+            if self.pending.owner(block) is sequence:
+                heir = self.pending.remove_sequence(block, sequence)
                 assert heir is None, "a row that others wait for reads all keys"
-                self._blocks_to_complete.discard(block)
+                self.promised.discard(block)
                 self.pool.unpublish(block)
 
     # ---------------------------------------------------------------- reports
-    def _count_unread(self, length: int) -> int:
-        """Return how many keys of a text the token at position `length` does not read if it chooses blocks."""
-        num_blocks = length // self.block_size + 1
-        return (num_blocks - self.options.count_read(num_blocks, self.block_size)) * self.block_size
-
-    def count_dropped_tokens(self, seat: PagedSeat) -> int:
-        return self._count_unread(seat.length) * self._num_choosing // self._num_heads
-
-    def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
-        if selects_in(spec) and self._count_unread(length - 1):
+    def count_visible(self, layer: int, length: int) -> int | None:
+        if not selects_in(self.setup.geometry.layers[layer]):
             return None
-        return super().visible_positions(length, spec)
+        num_blocks = length // self.block_size + 1
+        return length - (num_blocks - self.options.count_read(num_blocks, self.block_size)) * self.block_size
+
+    def budget(self, length: int) -> int | None:
+        return None  # all keys are kept

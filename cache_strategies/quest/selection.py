@@ -1,6 +1,6 @@
 """Which blocks rows may select, and how many: the arguments of `Ops.select_blocks` that all layers of a step share.
 
-Knows no layers and no seats.
+Knows no layers and no sequences.
 """
 
 from __future__ import annotations

@@ -14,81 +14,91 @@ within the cache; if it ends within the latest `window` tokens, the others are n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, Row
-from cache_strategies.compressed.cache import CompressedCache, CompressedPlan
-from cache_strategies.compressed.seat import CompressedSeat, KeptTokens
+from cache_strategies.base import CacheSetup, Rows
+from cache_strategies.compressed.cache import CompressedCache, CompressedSequence
+from cache_strategies.compressed.memory import CompressedLayout
 from cache_strategies.scorers.base import Scorer
 from cache_strategies.streaming.compaction import StreamingCompactor
-from cache_strategies.streaming.options import KeptSizes, StreamingOptions, check_rotation, hide_wide_windows
-from cache_strategies.streaming.seat import StreamingSeat
-from cache_strategies.types import Geometry, Sizes
+from cache_strategies.streaming.options import KeptSizes, StreamingOptions, check_rotation
+from cache_strategies.types import Geometry
 
 
-class StreamingPlan(CompressedPlan):
-    """A plan of a streaming cache, in whose layers the model's own window counts positions within the cache."""
+class StreamingSequence(CompressedSequence):
+    """A sequence in which a token's position is its number among the tokens that are kept."""
 
-    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        k, v, positions = super().gather_kv(layer_idx, row)
-        window = self._cache.setup.geometry.layers[layer_idx].window
-        latest = slice(None if window is None else -window, None)
-        return k[latest], v[latest], positions[latest]
+    cache: StreamingCache
+
+    def compact(self) -> bool:
+        has_dropped = super().compact()
+        self.shift = self.boundary - self.cache.place_after(self.boundary)
+        return has_dropped
 
 
 class StreamingCache(CompressedCache):
     """A cache that keeps the first tokens of a sequence and its latest ones, without gaps between their positions."""
 
     options_type = StreamingOptions
+    sequence_type = StreamingSequence
 
     def __init__(self, setup: CacheSetup, options: StreamingOptions) -> None:
-        geometry = setup.geometry
-        sizes = KeptSizes.resolve(options, geometry.max_seq_len)
-        sizes.check(setup.name, geometry.max_seq_len)
-        check_rotation(setup.name, geometry.layers)
+        sizes = KeptSizes.resolve(options, setup.geometry.max_seq_len)
+        sizes.check(setup.name, setup.geometry.max_seq_len)
+        check_rotation(setup.name, setup.geometry.layers)
         self._max_kept = sizes.kept
-        self._stored = hide_wide_windows(geometry, sizes.window)  # what the memory is divided by
-        super().__init__(replace(setup, geometry=self._stored), sizes.make_options(options))
-        self.setup = setup  # with the model's own windows, which kernels apply
-        setup.ops.prepare(geometry.layers, geometry.kv_dtype, self.memory.dtype)
+        super().__init__(setup, options)
         self.contract = self.contract._replace(exact=False, unbounded=True)
 
     @classmethod
-    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
-        kept = KeptSizes.resolve(options, geometry.max_seq_len)
-        return super().sizes(kept.make_options(options), hide_wide_windows(geometry, kept.window))
+    def make_layout(cls, options: Any, geometry: Geometry) -> CompressedLayout:
+        """Return how layers are divided: by their own window only if it ends within the latest `window` tokens.
+
+        These layers keep what their own window needs. The others keep sinks and window, and see of them what lies
+        within their own window by positions within the cache.
+        """
+        sizes = KeptSizes.resolve(options, geometry.max_seq_len)
+        windows = [
+            spec.window if spec.window is not None and spec.window - 1 <= sizes.window else None
+            for spec in geometry.layers
+        ]
+        return CompressedLayout(sizes.make_options(options), geometry, windows)
 
     def make_compactor(self, scorer: Scorer) -> StreamingCompactor:
-        return StreamingCompactor(self.setup, self.options, self.memory, self.budgets, scorer, self.queries)
+        return StreamingCompactor(
+            self.setup, self.options, self.memory, self.layout.budgets, scorer, self.queries, self._max_kept
+        )
 
-    def _make_seat(self, index: int, groups: list[KeptTokens]) -> StreamingSeat:
-        return StreamingSeat(index, groups, self._max_kept)
+    def place_after(self, boundary: int) -> int:
+        """Return the position within the cache of the next token after a boundary of a text."""
+        return min(boundary, self._max_kept)
 
-    def plan(self, rows: Sequence[Row[CompressedSeat]]) -> StreamingPlan:
-        return StreamingPlan(self, rows)
+    def gather(self, layer: int, rows: Rows[CompressedSequence], row: int) -> tuple[Tensor, Tensor, Tensor]:
+        k, v, positions = super().gather(layer, rows, row)
+        window = self.setup.geometry.layers[layer].window
+        latest = slice(None if window is None else -window, None)
+        return k[latest], v[latest], positions[latest]
 
-    def count_dropped_tokens(self, seat: CompressedSeat) -> int:
-        return self._count_missing(seat.length, seat.position)
+    def count_visible(self, layer: int, length: int) -> int | None:
+        boundary = length - length % self.options.every
+        return self._count_visible_of(layer, length, self.place_after(boundary) + length - boundary)
 
-    def token_budget(self, length: int) -> int:
-        return length - self._count_missing(length, min(length, self._max_kept))
-
-    def _count_missing(self, length: int, held: int) -> int:
-        """Return the result of count_dropped_tokens() for a text of `length` tokens of which `held` stayed."""
-        layers = self.setup.geometry.layers
-        missing = sum(spec.num_kv_heads * self._count_missing_in_layer(length, held, spec.window) for spec in layers)
-        return missing // sum(spec.num_kv_heads for spec in layers)
-
-    def _count_missing_in_layer(self, length: int, held: int, window: int | None) -> int:
-        """Return how many tokens a layer with this window of its own would use for the next token, but does not see."""
-        if held == length:
-            return 0
-        sinks = self.options.sinks
+    def _count_visible_of(self, layer: int, length: int, held: int) -> int:
+        """Return how many of `length` tokens, of which `held` are there, the next one sees in a layer."""
+        window, sinks = self.setup.geometry.layers[layer].window, self.options.sinks
         used, visible = (tokens if window is None else min(tokens, window - 1) for tokens in (length, held))
+        if held == length:
+            return used
         latest = min(visible, held - sinks, used)
         used_sinks = max(0, sinks - (length - used))
-        return used - latest - min(used_sinks, max(0, visible - (held - sinks)))
+        return latest + min(used_sinks, max(0, visible - (held - sinks)))
+
+    def budget(self, length: int) -> int | None:
+        held, dropped, heads = self.place_after(length), 0, 0
+        for layer, spec in enumerate(self.setup.geometry.layers):
+            used = length if spec.window is None else min(length, spec.window - 1)
+            dropped += spec.num_kv_heads * (used - self._count_visible_of(layer, length, held))
+            heads += spec.num_kv_heads
+        return length - dropped // heads

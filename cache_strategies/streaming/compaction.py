@@ -13,10 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cache_strategies.base import CacheSetup
 from cache_strategies.compressed.addresses import AddressGroup
 from cache_strategies.compressed.compaction import Compactor
-from cache_strategies.compressed.seat import CompressedSeat, Move, Selection, States
-from cache_strategies.streaming.seat import StreamingSeat
+from cache_strategies.compressed.memory import CompressedMemory
+from cache_strategies.compressed.options import Budgets, CompressedOptions
+from cache_strategies.compressed.queries import QueryBuffer
+from cache_strategies.compressed.state import CompressedState, Move, Selection, States
+from cache_strategies.scorers.base import Scorer
 from kernels.arguments import by_head
 from kernels.store import KVStore, Plane
 
@@ -30,24 +34,38 @@ class ShiftedMove(Move):
 
 
 class StreamingCompactor(Compactor):
-    """Compacts the seats of one streaming cache."""
+    """Compacts the sequences of one streaming cache."""
 
-    def _choose(self, seat: CompressedSeat) -> ShiftedMove:
-        assert isinstance(seat, StreamingSeat)
-        move = super()._choose(seat)
-        return ShiftedMove(move.selections, move.states, shift=seat.position - seat.position_after(seat.length))
+    def __init__(
+        self,
+        setup: CacheSetup,
+        options: CompressedOptions,
+        memory: CompressedMemory,
+        budgets: Budgets,
+        scorer: Scorer,
+        queries: QueryBuffer | None,
+        max_kept: int,
+    ) -> None:
+        """Compact to at most `max_kept` tokens: sinks and window."""
+        super().__init__(setup, options, memory, budgets, scorer, queries)
+        self._max_kept = max_kept
 
-    def _select(self, seat: CompressedSeat, number: int, group: AddressGroup, states: States) -> Selection | None:
+    def _choose(self, sequence: CompressedState) -> ShiftedMove:
+        move = super()._choose(sequence)
+        shift = sequence.length - sequence.shift - min(sequence.length, self._max_kept)
+        return ShiftedMove(move.selections, move.states, shift=shift)
+
+    def _select(self, sequence: CompressedState, number: int, group: AddressGroup, states: States) -> Selection | None:
         """Return the sinks and the latest tokens of a group; None if all stay.
 
         Layers with a window of their own keep the latest tokens only. Tokens are chosen by position and not by scores:
         in a very long text neighbouring positions are the same number in float32.
         """
-        kept = seat.groups[number]
-        budget = self._budgets.count_kept(group.layers[0], seat.length)
-        if not kept.exceeds(budget, seat.num_new):
+        kept = sequence.groups[number]
+        budget = self._budgets.count_kept(group.layers[0], sequence.length)
+        if not kept.exceeds(budget, sequence.num_new):
             return None
-        positions = kept.list_positions(seat.boundary, seat.length)
+        positions = kept.list_positions(sequence.boundary, sequence.length)
         total = positions[0].shape[2]
         sinks = self._options.sinks if group.window is None else 0
         stay = torch.cat((torch.arange(sinks), torch.arange(total - budget + sinks, total)))
@@ -75,7 +93,7 @@ class StreamingCompactor(Compactor):
     def _rotate(self, store: KVStore, layer: int, slots: Tensor, delta: int) -> Plane:
         """Return the keys at slots [N, H], rotated by `delta` further positions and rounded once.
 
-        The slots follow each other in the seat's blocks, so whole blocks are read, which is faster.
+        The slots follow each other in the sequence's blocks, so whole blocks are read, which is faster.
         """
         ops, rotate = self._setup.ops, self._setup.geometry.layers[layer].rotate
         assert rotate is not None, "the layers were checked at the start"

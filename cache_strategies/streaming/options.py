@@ -6,14 +6,12 @@ Knows neither memory nor keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from pydantic import Field
 
 from cache_strategies.block_table import TableOptions
 from cache_strategies.compressed.options import CompressedOptions
-from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from kernels.types import LayerSpec
 
@@ -88,16 +86,3 @@ def check_rotation(name: str, layers: Sequence[LayerSpec]) -> None:
             f"possible in layers {', '.join(fixed)} of {len(layers)}: kvmux does not know how this model encodes "
             "positions; choose another kind, such as sliding_window"
         )
-
-
-def hide_wide_windows(geometry: Geometry, window: int) -> Geometry:
-    """Return a geometry in which layers have a window of their own only if it ends within the latest `window` tokens.
-
-    These layers keep what their own window needs. The others keep sinks and window, and see of them what lies within
-    their own window by positions within the cache.
-    """
-    layers = [
-        spec if spec.window is not None and spec.window - 1 <= window else spec._replace(window=None)
-        for spec in geometry.layers
-    ]
-    return replace(geometry, layers=layers)

@@ -28,7 +28,8 @@ def check_features(cache: KVCache) -> None:
 
 def _check_marked_blocks(cache: KVCache, marking: BlockMarking) -> None:
     """Assert that a cache marks blocks of its own only, and as idle and pinned those that it names elsewhere."""
-    unmarked, idle_bytes, pinned = 255, 0, cache.pinned_blocks()
+    unmarked, idle_bytes = 255, 0
+    pinned = cache.pinned_blocks() if isinstance(cache, Pinning) else {}
     for region in cache.setup.memory.regions:
         states = torch.full((region.placement.extent,), unmarked, dtype=torch.uint8)
         marking.mark_blocks(region, states)

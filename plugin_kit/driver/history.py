@@ -1,4 +1,4 @@
-"""Any operations on seats of several caches in one small memory, compared with lists of each seat's tokens.
+"""Any operations on sequences of several caches in one small memory, compared with lists of each sequence's tokens.
 
 The q, k and v of a token are computed from a hash of all tokens up to it, so that a block that is shared by mistake
 shows at once. Operations may come in any order, and mostly with full memory, as a scheduler may call them. Who calls
@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from cache_strategies.address_ranges import AddressRanges
-from cache_strategies.base import KVCache, Plan, Row, Seat
-from cache_strategies.features import Clearing, Pinning, PrefixListing
+from cache_strategies.base import KVCache, KVSequence
+from cache_strategies.features import Clearing, Pinning, PrefixListing, Reporting
 from cache_strategies.memory import Bounds
 from cache_strategies.one_tensor import OneTensor
-from cache_strategies.types import Geometry, Pin, PinError, Salt, SaltScope
+from cache_strategies.types import Geometry, Pin, PinError, Salt, SaltScope, Text
 from config.settings import StrategySettings
 from kernels.ops import Ops
 from kernels.types import LayerSpec
 from plugin_kit.driver.failing_ops import FailingOps, InjectedError
 from plugin_kit.driver.features import EVERY_NODE, check_drop, check_evict, check_features
 from plugin_kit.driver.reference import attention
-from plugin_kit.driver.steps import find_instance, iter_plans, turn
+from plugin_kit.driver.steps import Keys, count_until_stop, find_instance, gather, iter_rows, turn
 from plugin_kit.driver.texts import rotate
 from plugin_kit.driver.visible import ROUNDING, Definition, check_keys, list_seen, place_keys, replace_kept
 from plugin_kit.driver.world import World
@@ -72,10 +72,10 @@ def computed(tokens: tuple[Token, ...], salt: Salt, layer: int, spec: LayerSpec)
 
 @dataclass(eq=False)
 class Sitter:
-    """A seat, and the tokens that entered it or will: a record of its own, with the rest of its prompt."""
+    """A sequence, and the tokens that entered it or will: a record of its own, with the rest of its prompt."""
 
     cache: KVCache
-    seat: Seat
+    sequence: KVSequence
     tokens: list[Token]
     salt: Salt
 
@@ -105,11 +105,11 @@ class PlannedRow:
     def work(self) -> RowInput:
         """Return the row as a batch takes it."""
         ids = self.sitter.ids(self.start, self.start + self.num_tokens)
-        return RowInput(find_instance(self.sitter.cache), Row(self.sitter.seat, self.num_tokens), ids, 1)
+        return RowInput(find_instance(self.sitter.cache), self.sitter.sequence, self.start, ids, 1)
 
 
 class History:
-    """Caches in one memory, their open seats, and the operations on them, each of which checks its result."""
+    """Caches in one memory, their open sequences, and the operations on them, each of which checks its result."""
 
     def __init__(
         self,
@@ -138,6 +138,7 @@ class History:
         self.sitters: list[Sitter] = []
         self.pins: list[tuple[Pinning, Pin]] = []
         self.embeddings = 0
+        self.retention: tuple[int, float | None] = (0, None)  # priority and ttl of the sequences that are opened
 
     def _name(self, which: int) -> str:
         return sorted(self.strategies)[which % len(self.strategies)]
@@ -147,11 +148,11 @@ class History:
         self.embeddings += id_ < 0
         return id_, self.embeddings if id_ < 0 else 0
 
-    # ------------------------------------------------------------ seats
+    # ------------------------------------------------------------ sequences
     def open(
         self, which: int, begin_like: int, common: int, rest: list[int], salt: Salt, max_cached: int | None, times: int
     ) -> None:
-        """Open one or more seats for a prompt that often has a common prefix with another."""
+        """Open one or more sequences for a prompt that often has a common prefix with another."""
         beginnings = [sitter.tokens for sitter in self.sitters] + [[(0, 0)] * LONGEST]
         tokens = beginnings[begin_like % len(beginnings)][:common] + [self.token(i) for i in (*rest, 1)]
         for _ in range(times):
@@ -161,48 +162,52 @@ class History:
         ids = [token for token, _ in tokens]
         cache_ = self.world.caches[name]
         expected = self._find_cached(cache_, ids, salt, max_cached)
-        seat = cache_.open(ids, salt=salt, max_cached=max_cached)
-        if seat is None:
+        sequence = cache_.open(Text(ids, salt, max_cached, *self.retention))
+        if sequence is None:
             return
-        found = seat.length
-        assert seat.cached == found <= len(ids) - 1, f"open() found {found} (cached={seat.cached}) of {len(ids)} tokens"
+        found = sequence.length
+        assert sequence.found == found <= len(ids) - 1, (
+            f"open() found {found} (cached={sequence.found}) of {len(ids)} tokens"
+        )
         assert max_cached is None or found <= max_cached, f"open() found {found} tokens, max_cached is {max_cached}"
         assert expected is None or found == expected, f"open() found {found} tokens, {expected} are cached"
-        self.sitters.append(Sitter(cache_, seat, list(tokens), salt))
+        self.sitters.append(Sitter(cache_, sequence, list(tokens), salt))
 
     def fork(self, which: int) -> None:
-        """Fork a seat, one that is past its prompt if there is one."""
-        past_prompt = [sitter for sitter in self.sitters if sitter.seat.length == len(sitter.tokens)]
+        """Fork a sequence, one that is past its prompt if there is one."""
+        past_prompt = [sitter for sitter in self.sitters if sitter.sequence.length == len(sitter.tokens)]
         parent = (past_prompt or self.sitters)[which % len(past_prompt or self.sitters)]
-        seat = parent.cache.fork(parent.seat)
-        if seat is None:
+        sequence = parent.sequence.fork()
+        if sequence is None:
             return
-        assert parent.cache.contract.forkable, "fork() returned a seat, and contract.forkable is False"
-        assert seat.length == parent.seat.length, f"a fork of {parent.seat.length} tokens has {seat.length}"
-        tokens = parent.tokens[: seat.length]
-        self.sitters.append(Sitter(parent.cache, seat, tokens, parent.salt))
+        assert sequence.length == parent.sequence.length, (
+            f"a fork of {parent.sequence.length} tokens has {sequence.length}"
+        )
+        tokens = parent.tokens[: sequence.length]
+        self.sitters.append(Sitter(parent.cache, sequence, tokens, parent.salt))
 
-    def crop(self, which: int, by: int) -> None:
-        """Drop tokens at the end of a seat, as many as its contract allows."""
+    def truncate(self, which: int, by: int) -> None:
+        """Drop tokens at the end of a sequence, as many as its contract allows."""
         sitter = self.sitters[which % len(self.sitters)]
         rewind = sitter.cache.contract.rewind
-        length = max(0, sitter.seat.length - min(by, by if rewind is None else rewind))
-        sitter.cache.crop(sitter.seat, length)
-        assert sitter.seat.length <= length, f"a seat has {sitter.seat.length} tokens after crop() to {length}"
+        length = max(0, sitter.sequence.length - min(by, by if rewind is None else rewind))
+        sitter.sequence.truncate(length)
+        assert sitter.sequence.length <= length, (
+            f"a sequence has {sitter.sequence.length} tokens after truncate() to {length}"
+        )
         del sitter.tokens[length:]
 
     def close(self, which: int, *, discard: bool) -> None:
-        """Close a seat, perhaps after its keys were found to be NaN."""
+        """Close a sequence, perhaps after its keys were found to be NaN."""
         sitter = self.sitters.pop(which % len(self.sitters))
         if discard:
-            sitter.cache.discard(sitter.seat)
-        sitter.cache.close(sitter.seat)
+            sitter.sequence.spoiled = True
+        sitter.sequence.close()
 
     # ------------------------------------------------------------ what is kept
-    def retain(self, which: int, priority: int, ttl: float | None) -> None:
-        """Set how long a seat's tokens stay cached."""
-        sitter = self.sitters[which % len(self.sitters)]
-        sitter.cache.retain(sitter.seat, priority=priority, ttl=ttl)
+    def retain(self, priority: int, ttl: float | None) -> None:
+        """Set how long the tokens of sequences that are opened from now on stay cached."""
+        self.retention = priority, ttl
 
     def clear(self, which: int, scope: SaltScope) -> None:
         """Clear the idle memory of a cache that can do so."""
@@ -220,7 +225,7 @@ class History:
                 assert not found, f"{found} tokens are found after clear()"
 
     def pin(self, which: int, ttl: float) -> None:
-        """Pin what is cached of a seat's tokens, in a cache that can do so."""
+        """Pin what is cached of a sequence's tokens, in a cache that can do so."""
         sitter = self.sitters[which % len(self.sitters)]
         if isinstance(sitter.cache, Pinning):
             with contextlib.suppress(PinError):
@@ -259,7 +264,7 @@ class History:
 
     # ------------------------------------------------------------ steps
     def step(self, rng: random.Random, *, fails: bool) -> None:
-        """Run a step for some of the seats; if it `fails`, repeat it."""
+        """Run a step for some of the sequences; if it `fails`, repeat it."""
         for cache_ in self.world.caches.values():
             cache_.poll()
         chosen = [sitter for sitter in self.sitters if rng.random() < 0.7]
@@ -278,8 +283,8 @@ class History:
         self._run(batch, rows, check=True)
         _commit(batch, rows)
         for row in rows:
-            length, wanted = row.sitter.seat.length, row.start + row.accepted
-            assert length == wanted, f"a seat has {length} tokens after commit() of {row.accepted}, not {wanted}"
+            length, wanted = row.sitter.sequence.length, row.start + row.accepted
+            assert length == wanted, f"a sequence has {length} tokens after commit() of {row.accepted}, not {wanted}"
             if not row.in_prompt:
                 del row.sitter.tokens[row.start + row.accepted :]
 
@@ -288,19 +293,19 @@ class History:
         if others := [sitter for sitter in self.sitters if all(row.sitter is not sitter for row in rows)]:
             sitter = rng.choice(others)
             self.sitters.remove(sitter)
-            sitter.cache.close(sitter.seat)
+            sitter.sequence.close()
 
     def _row(self, sitter: Sitter, rng: random.Random) -> PlannedRow | None:
         """Return the next tokens of a prompt, or new ones; None if the sitter is not in this step."""
         start, most = (
-            sitter.seat.length,
-            min(rng.choice([1, 1, 3, 6, 20]), sitter.cache.row_limit(sitter.seat) or LONGEST),
+            sitter.sequence.length,
+            count_until_stop(sitter.sequence, rng.choice([1, 1, 3, 6, 20])),
         )
         in_prompt = len(sitter.tokens) - start
         n = min(most, in_prompt or LONGEST - start)
-        if n == 0 or not sitter.cache.ready(sitter.seat):
+        if n == 0 or not sitter.sequence.ready():
             return None
-        if sitter.seat.room < start + n and not sitter.cache.grow(sitter.seat, n):
+        if sitter.sequence.room < start + n and not sitter.sequence.reserve(n):
             return None
         if not in_prompt:
             sitter.tokens += [self.token(rng.choice([0, 1, 1, -1])) for _ in range(n)]
@@ -319,7 +324,7 @@ class History:
         """Compute all layers, and compare every output and every visible key with the definition."""
         rows = [rows[i] for i in batch.row_order]
         shift = batch.positions - torch.cat([torch.arange(row.start, row.start + row.num_tokens) for row in rows])
-        plans = list(iter_plans(batch))
+        located = list(iter_rows(batch))
         for layer in range(len(self.layers)):
             inputs = [row.sitter.computed(layer) for row in rows]
             now = [slice(row.start, row.start + row.num_tokens) for row in rows]
@@ -327,17 +332,14 @@ class History:
             q, k = (turn(self.layers[layer], x, shift) for x in (q, k))
             outs = batch.attend(layer, q, k, v).split([row.num_tokens for row in rows])
             if check:
-                for row, out, (plan, i) in zip(rows, outs, plans, strict=True):
-                    self._check_row(row, layer, out, plan, i)
+                for row, out, each in zip(rows, outs, located, strict=True):
+                    self._check_row(row, layer, out, gather(*each, layer))
 
-    def _check_row(self, row: PlannedRow, layer: int, out: Tensor, plan: Plan, index: int) -> None:
+    def _check_row(self, row: PlannedRow, layer: int, out: Tensor, keys: Keys) -> None:
         start, end, spec = row.start, row.start + row.num_tokens, row.sitter.layers[layer]
         q, k, v = (x[:end] for x in row.sitter.computed(layer))
-        keys, mask = (
-            plan.gather_kv(layer, index),
-            self._definition(row.sitter.cache, row.sitter.ids(0, end), layer, start, end - start),
-        )
-        rounding, shift = 0.0 if mask is not None else ROUNDING, plan.list_positions()[index] - start
+        mask = self._definition(row.sitter.cache, row.sitter.ids(0, end), layer, start, end - start)
+        rounding, shift = 0.0 if mask is not None else ROUNDING, -row.sitter.sequence.shift
         if row.sitter.cache.contract.unbounded:
             rounding = max(rounding, REPEATED)
             seen = list_seen(keys, k.shape[1], end) if mask is None else mask.any(1)
@@ -353,48 +355,49 @@ class History:
 
     # ------------------------------------------------------------ always
     def check_books(self) -> None:
-        """Assert that the bookkeeping of all caches agrees with the memory and the open seats."""
+        """Assert that the bookkeeping of all caches agrees with the memory and the open sequences."""
         self.world.check_integrity()
         for name, cache_ in self.world.caches.items():
-            usage, held = cache_.usage(), self.memory.get_held_bytes(name)
+            usage, held = find_instance(cache_).usage(), self.memory.get_held_bytes(name)
             assert usage.reserved == held, f"usage(): reserved is {usage.reserved}, and {held} bytes of blocks are held"
             assert usage.reserved == usage.used + usage.idle + usage.wasted, f"usage() does not add up: {usage}"
             assert min(usage) >= 0, f"usage() has a negative number: {usage}"
-            seats = sum(sitter.cache is cache_ for sitter in self.sitters)
-            assert usage.seats == seats, f"usage(): seats is {usage.seats}, and {seats} are open"
+            num_open = sum(sitter.cache is cache_ for sitter in self.sitters)
+            if isinstance(cache_, Reporting):
+                assert usage.seats == num_open, f"usage(): seats is {usage.seats}, and {num_open} sequences are open"
             check_features(cache_)
 
     def check_progress(self) -> None:
-        """Assert that in each cache with open seats one of them is ready."""
+        """Assert that in each cache with open sequences one of them is ready."""
         for cache_ in self.world.caches.values():
             cache_.poll()
-            seats = [sitter.seat for sitter in self.sitters if sitter.cache is cache_]
-            assert not seats or any(cache_.ready(seat) for seat in seats), "all seats wait for each other: see ready()"
+            waiting = [sitter.sequence for sitter in self.sitters if sitter.cache is cache_]
+            assert not waiting or any(each.ready() for each in waiting), (
+                "all sequences wait for each other: see ready()"
+            )
 
     def finish(self) -> None:
-        """Close all seats; assert that nothing has leaked, and that the longest text fits again everywhere."""
+        """Close all sequences; assert that nothing has leaked, and that the longest text fits again everywhere."""
         for sitter in self.sitters:
-            sitter.cache.close(sitter.seat)
+            sitter.sequence.close()
         for pinning, pin in self.pins:
             pinning.unpin(pin.id)
         self.world.check_integrity()
         for name, cache_ in self.world.caches.items():
             self.memory.set_share(name, floor=0, limit=self.memory_bytes)
-            seat = cache_.open([1] * LONGEST)
-            assert seat is not None, f"open() returned None for {name}, and all memory is free or idle"
-            cache_.close(seat)
+            sequence = cache_.open(Text([1] * LONGEST))
+            assert sequence is not None, f"open() returned None for {name}, and all memory is free or idle"
+            sequence.close()
         for cache_ in self.world.caches.values():
             cache_.evict(self.memory_bytes)
         self.world.check_integrity()
         held = self.memory.held_bytes
-        assert not held, f"{held} bytes are still held when all seats are closed and idle blocks are evicted"
+        assert not held, f"{held} bytes are still held when all sequences are closed and idle blocks are evicted"
 
 
 def _commit(batch: Batch, rows: Sequence[PlannedRow]) -> None:
     """Commit the accepted tokens of each row."""
-    entered = iter([rows[i] for i in batch.row_order])
-    for instance, planned_rows, planned in batch.parts:
-        accepted = [next(entered) for _ in planned_rows]
-        instance.strategy.commit(planned.plan, [r.sitter.ids(r.start, r.start + r.accepted) for r in accepted])
-        for row in planned_rows:
-            instance.strategy.compact(row.seat)
+    for row in [rows[i] for i in batch.row_order]:
+        row.sitter.sequence.commit(row.sitter.ids(row.start, row.start + row.accepted))
+    for row in rows:
+        row.sitter.sequence.compact()

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cache_strategies.base import KVCache, Plan, Row, Seat
+from cache_strategies.base import KVCache, KVSequence, Rows
 from cache_strategies.errors import StrategyError
+from cache_strategies.features import Gathering
+from config.errors import SettingsError
 from kernels.types import LayerSpec
-from plugin_kit.driver.texts import Text
+from plugin_kit.driver.texts import RandomText
 from server.engine.batch import Batch, RowInput
 from server.engine.instance import Instance
 
@@ -33,24 +35,29 @@ class Reading:
     """A text that enters a cache row by row."""
 
     cache: KVCache
-    text: Text
-    seat: Seat
+    text: RandomText
+    sequence: KVSequence
 
     @property
     def left(self) -> int:
-        return len(self.text) - self.seat.length
+        return len(self.text) - self.sequence.length
 
     def work(self, num_tokens: int) -> RowInput:
-        """Return a row of the next tokens, for which grow() must succeed unless the seat says that there is room."""
-        start = self.seat.length
-        has_room = self.seat.room >= start + num_tokens or self.cache.grow(self.seat, num_tokens)
-        assert has_room, "grow() returned False although there is memory"
+        """Return a row of the next tokens, for which reserve() must succeed unless `room` says that there is room."""
+        start = self.sequence.length
+        has_room = self.sequence.room >= start + num_tokens or self.sequence.reserve(num_tokens)
+        assert has_room, "reserve() returned False although there is memory"
         ids = self.text.ids[start : start + num_tokens]
-        return RowInput(find_instance(self.cache), Row(self.seat, num_tokens), ids, num_tokens)
+        return RowInput(find_instance(self.cache), self.sequence, start, ids, num_tokens)
 
     def chunk(self, wanted: int) -> int:
-        """Return the number of tokens of the next row: `wanted`, unless fewer are left or row_limit() is smaller."""
-        return min(wanted, self.left, self.cache.row_limit(self.seat) or wanted)
+        """Return the number of tokens of the next row: `wanted`, unless fewer are left or it has to end before."""
+        return min(wanted, self.left, count_until_stop(self.sequence, wanted))
+
+
+def count_until_stop(sequence: KVSequence, most: int) -> int:
+    """Return how many tokens the next row of a sequence may have, at most `most`."""
+    return most if sequence.stop is None else min(most, sequence.stop - sequence.length)
 
 
 Keys = tuple[Tensor, Tensor, Tensor]  # K, V and positions that the last token of a row sees
@@ -77,26 +84,28 @@ def step(rows: Sequence[tuple[Reading, int]], *, keys: bool = False) -> StepOutp
 
 
 def attend(batch: Batch, rows: Sequence[tuple[Reading, int]], *, keys: bool = False) -> StepOutputs:
-    """Compute all layers of a planned batch, without committing it."""
+    """Compute all layers of a located batch, without committing it."""
     in_order = [rows[i] for i in batch.row_order]
     at = {row: i for i, row in enumerate(batch.row_order)}
     sizes = [n for _, n in in_order]
-    assert batch.input_ids.tolist() == [t for r, n in in_order for t in r.text.ids[r.seat.length : r.seat.length + n]]
+    assert batch.input_ids.tolist() == [
+        t for r, n in in_order for t in r.text.ids[r.sequence.length : r.sequence.length + n]
+    ]
     layers = range(len(rows[0][0].text.q))
     outs = [attend_layer(batch, in_order, layer).split(sizes) for layer in layers]
-    found = [[plan.gather_kv(layer, row) for layer in layers] for plan, row in iter_plans(batch)] if keys else []
+    found = [[gather(*each, layer) for layer in layers] for each in iter_rows(batch)] if keys else []
     return StepOutputs(
-        starts=[reading.seat.length for reading, _ in rows],
-        shifts=[reading.seat.position - reading.seat.length for reading, _ in rows],
+        starts=[reading.sequence.length for reading, _ in rows],
+        shifts=[-reading.sequence.shift for reading, _ in rows],
         outs=[[outs[layer][at[i]] for layer in layers] for i in range(len(rows))],
         keys=[found[at[i]] for i in range(len(rows))] if keys else [],
     )
 
 
 def attend_layer(batch: Batch, in_order: Sequence[tuple[Reading, int]], layer: int) -> Tensor:
-    """Compute one layer of a planned batch, whose rows are in the batch's order."""
+    """Compute one layer of a located batch, whose rows are in the batch's order."""
     q, k, v = (torch.cat(list(_inputs(in_order, part, layer))) for part in ("q", "k", "v"))
-    shift = batch.positions - torch.cat([torch.arange(r.seat.length, r.seat.length + n) for r, n in in_order])
+    shift = batch.positions - torch.cat([torch.arange(r.sequence.length, r.sequence.length + n) for r, n in in_order])
     spec = in_order[0][0].cache.setup.geometry.layers[layer]
     return batch.attend(layer, turn(spec, q, shift), turn(spec, k, shift), v)
 
@@ -108,14 +117,21 @@ def turn(spec: LayerSpec, x: Tensor, shift: Tensor) -> Tensor:
 
 def _inputs(rows: Sequence[tuple[Reading, int]], part: str, layer: int) -> Iterator[Tensor]:
     for reading, n in rows:
-        yield getattr(reading.text, part)[layer][reading.seat.length : reading.seat.length + n]
+        yield getattr(reading.text, part)[layer][reading.sequence.length : reading.sequence.length + n]
 
 
-def iter_plans(batch: Batch) -> Iterator[tuple[Plan, int]]:
-    """Yield the plan of every row and the row's index in it, in the batch's order."""
-    for _, rows, planned in batch.parts:
+def iter_rows(batch: Batch) -> Iterator[tuple[KVCache, Rows, int]]:
+    """Yield for every row, in the batch's order, its cache, the cache's rows, and its index in them."""
+    for instance, (rows, *_) in batch.parts:
         for row in range(len(rows)):
-            yield planned.plan, row
+            yield instance.strategy, rows, row
+
+
+def gather(cache: KVCache, rows: Rows, row: int, layer: int) -> Keys:
+    """Return what the last token of a row sees in a layer. Raises SettingsError for a strategy that cannot say so."""
+    if not isinstance(cache, Gathering):
+        raise SettingsError(f"{type(cache).__name__} needs the method gather(), by which its keys are compared")
+    return cache.gather(layer, rows, row)
 
 
 def read_through(reading: Reading, chunk: int) -> list[Tensor]:

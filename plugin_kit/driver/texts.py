@@ -31,7 +31,7 @@ MODEL = (  # two layers that have little in common
 
 
 @dataclass(frozen=True)
-class Text:
+class RandomText:
     """Token ids and, for each layer, the q [T,Hq,D], k [T,H,D], v [T,H,Dv] that a model would compute for them.
 
     q and k are rotated (RoPE) at the tokens' positions in the text.
@@ -45,19 +45,19 @@ class Text:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def head(self, n: int) -> Text:
+    def head(self, n: int) -> RandomText:
         """Return the text's first n tokens."""
-        return Text(self.ids[:n], *([x[:n] for x in part] for part in (self.q, self.k, self.v)))
+        return RandomText(self.ids[:n], *([x[:n] for x in part] for part in (self.q, self.k, self.v)))
 
 
-def random_text(seed: int, length: int, layers: Sequence[LayerSpec], dtype: torch.dtype = torch.float32) -> Text:
+def random_text(seed: int, length: int, layers: Sequence[LayerSpec], dtype: torch.dtype = torch.float32) -> RandomText:
     """Return a random text, which has no common prefix with texts of other seeds."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(heads: int, dim: int) -> Tensor:
         return torch.randn(length, heads, dim, generator=generator).to(dtype)
 
-    return Text(
+    return RandomText(
         ids=[seed * 100_000 + i for i in range(length)],
         q=[draw(spec.num_q_heads, spec.head_dim) for spec in layers],
         k=[draw(spec.num_kv_heads, spec.head_dim) for spec in layers],
@@ -65,16 +65,16 @@ def random_text(seed: int, length: int, layers: Sequence[LayerSpec], dtype: torc
     )
 
 
-def spliced(a: Text, b: Text, at: int) -> Text:
+def spliced(a: RandomText, b: RandomText, at: int) -> RandomText:
     """Return `a` up to a position and `b` from there on."""
 
     def join(x: list[Tensor], y: list[Tensor]) -> list[Tensor]:
         return [torch.cat((i[:at], j[at:])) for i, j in zip(x, y, strict=True)]
 
-    return Text(a.ids[:at] + b.ids[at:], join(a.q, b.q), join(a.k, b.k), join(a.v, b.v))
+    return RandomText(a.ids[:at] + b.ids[at:], join(a.q, b.q), join(a.k, b.k), join(a.v, b.v))
 
 
-def with_poison(text: Text, tokens: Iterable[int], poison: float) -> Text:
+def with_poison(text: RandomText, tokens: Iterable[int], poison: float) -> RandomText:
     """Return the text with all numbers of some tokens replaced by NaN or infinity."""
     at = torch.tensor([*tokens])
 

@@ -42,7 +42,7 @@ def visible_in_text(cache: KVCache, definition: Definition, ids: Sequence[int], 
 
 
 def check_keys(k: Tensor, v: Tensor, keys: Keys, *, rounding: float = 0.0, is_moved: bool = False) -> Tensor:
-    """Check that what gather_kv() returned are keys and values of a text, k [T,H,D] and v [T,H,Dv] up to the row's end.
+    """Check that what gather() returned are keys and values of a text, k [T,H,D] and v [T,H,Dv] up to the row's end.
 
     They may differ by `rounding` times their norm. If k has been moved to positions within the cache, `is_moved`, the
     message says so. Return the mask [H, T] of the tokens that it lists.
@@ -50,7 +50,7 @@ def check_keys(k: Tensor, v: Tensor, keys: Keys, *, rounding: float = 0.0, is_mo
     kept_k, kept_v, positions = keys
     end, heads, _ = k.shape
     assert kept_k.shape[:2] == kept_v.shape[:2] == (len(positions), heads), (
-        f"gather_kv() returned K {list(kept_k.shape)}, V {list(kept_v.shape)} and positions {list(positions.shape)}"
+        f"gather() returned K {list(kept_k.shape)}, V {list(kept_v.shape)} and positions {list(positions.shape)}"
     )
     listed = list_seen(keys, heads, end)
     for head in range(heads):
@@ -63,22 +63,22 @@ def check_keys(k: Tensor, v: Tensor, keys: Keys, *, rounding: float = 0.0, is_mo
             wrong = ~is_near if rounding else (found != wanted).any(1)
             first = at[wrong][:1].tolist()
             assert not first, (
-                f"gather_kv(): the {what} at position {first} (KV head {head}, {end} tokens) is not the one that was "
+                f"gather(): the {what} at position {first} (KV head {head}, {end} tokens) is not the one that was "
                 f"written there{', rotated to its position within the cache (contract.unbounded)' * is_moved}"
             )
     return listed
 
 
 def list_seen(keys: Keys, heads: int, end: int) -> Tensor:
-    """Return the mask [H, T] of the tokens that gather_kv() lists for the last of `end` tokens. Checks that it may."""
+    """Return the mask [H, T] of the tokens that gather() lists for the last of `end` tokens. Checks that it may."""
     positions = keys[2]
     listed = torch.zeros(heads, end, dtype=torch.bool)
     for head in range(heads):
         of_head = positions if positions.dim() == 1 else positions[:, head]
         at = of_head[of_head >= 0].long()
-        assert at.tolist() == sorted({*at.tolist()}), f"gather_kv(): positions do not ascend: {at.tolist()}"
-        assert len(at), "gather_kv() lists no key"
-        assert at[-1] == end - 1, f"gather_kv(): the last token, at {end - 1}, does not see itself"
+        assert at.tolist() == sorted({*at.tolist()}), f"gather(): positions do not ascend: {at.tolist()}"
+        assert len(at), "gather() lists no key"
+        assert at[-1] == end - 1, f"gather(): the last token, at {end - 1}, does not see itself"
         listed[head, at] = True
     return listed
 
@@ -97,7 +97,7 @@ def place_keys(spec: LayerSpec, k: Tensor, seen: Tensor, shift: int) -> Tensor:
 
 
 def replace_kept(k: Tensor, v: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of a text with those that gather_kv() returned in their places, float64."""
+    """Return the keys and values of a text with those that gather() returned in their places, float64."""
     k, v = k.double(), v.double()
     kept_k, kept_v, positions = keys
     by_head = positions.view(len(positions), -1).expand(-1, k.shape[1])
@@ -118,7 +118,7 @@ def check_outs(out: Tensor, wanted: Tensor, where: str) -> None:
 def check_last_queries(
     result: StepOutputs, rows: Sequence[tuple[Reading, int]], layers: Sequence[LayerSpec]
 ) -> list[list[Tensor]]:
-    """Check that the last query of each row attends to the keys that gather_kv() lists.
+    """Check that the last query of each row attends to the keys that gather() lists.
 
     These are those of the text; an instance that is not exact may have rounded them, and one that is `unbounded` has
     rotated them to positions within the cache. Return the masks [H, T] of the listed keys, by row and layer.

@@ -9,14 +9,15 @@ import torch
 from cache_strategies import registry
 from cache_strategies.address_ranges import AddressRanges
 from cache_strategies.base import KVCache
+from cache_strategies.features import SelfChecking
 from cache_strategies.memory import Memory, find_space
 from cache_strategies.one_tensor import OneTensor
-from cache_strategies.types import Geometry, Sizes
+from cache_strategies.types import Geometry, Sizes, Text
 from config.settings import StrategySettings
 from kernels.ops import Ops
 from kernels.types import LayerSpec
 from plugin_kit.driver.steps import Reading
-from plugin_kit.driver.texts import MODEL, Text
+from plugin_kit.driver.texts import MODEL, RandomText
 
 POISON = 0xFF  # every byte 0xFF: NaN in float32, float16 and bfloat16
 
@@ -71,14 +72,15 @@ class World:
         declared = self._declared[name]
         return declared.cls.sizes(declared.options, self._geometry)
 
-    def open(self, name: str, text: Text, *, max_cached: int | None = None) -> Reading:
-        """Open a seat for a whole text."""
-        seat = self.caches[name].open(text.ids, max_cached=max_cached)
-        assert seat is not None, "open() returned None although there is memory"
-        return Reading(self.caches[name], text, seat)
+    def open(self, name: str, text: RandomText, *, max_cached: int | None = None) -> Reading:
+        """Open a sequence for a whole text."""
+        opened = self.caches[name].open(Text(text.ids, max_cached=max_cached))
+        assert opened is not None, "open() returned None although there is memory"
+        return Reading(self.caches[name], text, opened)
 
     def check_integrity(self) -> None:
         """Assert that the bookkeeping of the memory and of all caches is consistent."""
         self.memory.check_integrity()
         for cache in self.caches.values():
-            cache.check_integrity()
+            if isinstance(cache, SelfChecking):
+                cache.check_integrity()

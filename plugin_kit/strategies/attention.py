@@ -1,6 +1,6 @@
 """Promises about what a strategy attends to: in rows of any size, in all dtypes, alone and beside other strategies.
 
-The reference gets from gather_kv(), or from a definition of the strategy if there is one, which positions are kept.
+The reference gets from gather(), or from a definition of the strategy if there is one, which positions are kept.
 Their keys and values are the text's own, not the cache's.
 """
 
@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cache_strategies.visible import count_dropped_tokens
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
 from plugin_kit.driver.reference import attention
-from plugin_kit.driver.steps import Keys, Reading, StepOutputs, step
+from plugin_kit.driver.steps import Keys, Reading, StepOutputs, count_until_stop, step
 from plugin_kit.driver.texts import random_text, rotate, with_poison
 from plugin_kit.driver.visible import Definition, check_keys, check_last_queries, check_outs, visible_in_text
 from plugin_kit.driver.world import World
@@ -62,7 +63,8 @@ def _draw_cuts(trial: StrategyTrial) -> list[tuple[torch.dtype, int, int]]:
 
     Texts of the smallest rows and in the narrow types are short.
     """
-    chunks = sorted({min(chunk, trial.contract.max_row or chunk) for chunk in CHUNKS})
+    first = trial.open(trial.make_world()).sequence
+    chunks = sorted({count_until_stop(first, chunk) for chunk in CHUNKS})
     wide = [(torch.float32, chunk, SHORT if chunk < min(7, chunks[-1]) else LENGTH) for chunk in chunks]
     return [*wide, *((dtype, trial.rng.choice(chunks), SHORT) for dtype in NARROW)]
 
@@ -72,7 +74,7 @@ def _next_row(reading: Reading, chunk: int) -> int:
 
 
 def _check_row(result: StepOutputs, reading: Reading, layers: Sequence[LayerSpec], definition: Definition) -> None:
-    start, end = result.starts[0], reading.seat.length
+    start, end = result.starts[0], reading.sequence.length
     for layer, spec in enumerate(layers):
         q, k, v = (part[layer][:end] for part in (reading.text.q, reading.text.k, reading.text.v))
         mask = definition(reading.cache, reading.text.ids, layer, start, end - start)
@@ -80,7 +82,7 @@ def _check_row(result: StepOutputs, reading: Reading, layers: Sequence[LayerSpec
         listed = check_keys(k, v, result.keys[0][layer])
         wrong = (listed != mask[:, -1]).any(0).nonzero().flatten().tolist()
         assert not wrong, (
-            f"the last of {end} tokens sees other keys in layer {layer} than it should: gather_kv() is wrong about "
+            f"the last of {end} tokens sees other keys in layer {layer} than it should: gather() is wrong about "
             f"positions {wrong[:8]}{'...' if len(wrong) > 8 else ''}"
         )
         where = f"layer {layer}, positions {start} to {end - 1}"
@@ -92,14 +94,15 @@ def count_missing(keys: Sequence[Keys], layers: Sequence[LayerSpec], position: i
     """Return how many keys the token at a position lacks beside the model's own attention, as a mean over KV heads.
 
     `keys` are by layer what it attended to. A token is not missed in the layers in which it is outside of the window.
+    The mean of a layer is rounded up, as what count_visible() returns is rounded down.
     """
     missing, num_heads = 0, 0
     for (_, _, positions), spec in zip(keys, layers, strict=True):
         used = {p for p in range(position) if spec.window is None or position - p < spec.window}
         by_head = positions.view(len(positions), -1).expand(-1, spec.num_kv_heads)
-        for head in range(spec.num_kv_heads):
-            missing += len(used - {*by_head[:, head].tolist()})
-            num_heads += 1
+        of_layer = sum(len(used - {*by_head[:, head].tolist()}) for head in range(spec.num_kv_heads))
+        missing += spec.num_kv_heads * -(-of_layer // spec.num_kv_heads)
+        num_heads += spec.num_kv_heads
     return missing // num_heads
 
 
@@ -121,7 +124,7 @@ def check_dropped_count(trial: StrategyTrial) -> None:
         cache, text = get_cache(world), random_text(1, 110, world.layers)
         reading = world.open(NAME, text)
         while reading.left:
-            position, counted = reading.seat.length, cache.count_dropped_tokens(reading.seat)
+            position, counted = reading.sequence.length, count_dropped_tokens(cache, reading.sequence.length)
             assert not (cache.contract.exact and counted), f"an exact instance says that it has dropped {counted}"
             assert 0 <= counted <= position, f"count_dropped_tokens() returned {counted} of {position} tokens"
             size = reading.chunk(trial.rng.choice([1, 1, 1, 4, 30]))
@@ -138,7 +141,7 @@ def finds_dropped_keys(trial: StrategyTrial) -> bool:
     reading = trial.open(trial.make_world())
     while reading.left:
         result = step([(reading, reading.chunk(16))], keys=True)
-        if count_missing(result.keys[0], trial.layers, reading.seat.length - 1):
+        if count_missing(result.keys[0], trial.layers, reading.sequence.length - 1):
             return True
     return False
 
@@ -167,7 +170,7 @@ def check_mixed_batch(trial: StrategyTrial) -> None:
         alone = World({name: strategies[name]}, trial.ops, dtype=dtype, max_seats=1, layers=trial.layers)
         again = alone.open(name, texts[i], max_cached=0)
         for n, outs in rows[i]:
-            where = f"{'the strategy' if name == NAME else name}, row of {n} at position {again.seat.length}"
+            where = f"{'the strategy' if name == NAME else name}, row of {n} at position {again.sequence.length}"
             assert_same(outs, step([(again, n)]).outs[0], f"{where}, in a batch with others and alone ({dtype})")
 
 
@@ -188,7 +191,7 @@ def check_nan_isolation(trial: StrategyTrial) -> None:
     for layer, spec in enumerate(trial.layers):
         what = f"{poison} in another sequence reached this one in layer {layer}"
         assert _same_bits(clean[layer], beside[layer]), what
-        longest = min(chunk, cache.contract.max_row or chunk)
+        longest = count_until_stop(trial.open(trial.make_world()).sequence, chunk)
         mask = visible_in_text(cache, trial.definition, text.ids, layer, longest)
         unaware = ~mask[:, :, bad].any(2).repeat_interleave(spec.num_q_heads // spec.num_kv_heads, 0).T  # [T, Hq]
         reached = f"{poison} at positions {bad} reached queries in layer {layer} that do not see these, rows of {chunk}"
@@ -212,7 +215,7 @@ def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
 PROMISES: Sequence[Promise[StrategyTrial]] = (
     Promise(
         "attends to the keys it lists",
-        "each query attends to the keys that gather_kv() lists, which are those of the text at these positions, "
+        "each query attends to the keys that gather() lists, which are those of the text at these positions, "
         "or if `unbounded` rotated to positions within the cache",
         check_attention,
     ),

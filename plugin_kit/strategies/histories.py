@@ -36,7 +36,7 @@ def draw_operation(history: History, rng: random.Random) -> Operation:
         rest = [rng.choice([0, 1, 1, -1]) for _ in range(rng.randint(0, 4))]
         most, times = rng.choice([None, None, None, 0, 6]), rng.randint(1, 3)
         begin_like, common, salt = rng.randrange(100), rng.randint(0, 16), rng.choice(SALTS)
-        text = f"open {times} seats (common={common}, salt={salt.tenant!r}, max_cached={most})"
+        text = f"open {times} sequences (common={common}, salt={salt.tenant!r}, max_cached={most})"
         return Operation(text, lambda: history.open(which, begin_like, common, rest, salt, most, times))
     if any_ < 0.25:
         chosen = rng.randrange(100)
@@ -49,13 +49,13 @@ def draw_operation(history: History, rng: random.Random) -> Operation:
         return Operation("fork", lambda: history.fork(which))
     if any_ < 0.76:
         by = rng.randint(0, 9)
-        return Operation(f"crop by {by} or as many as `rewind` allows", lambda: history.crop(which, by))
+        return Operation(f"truncate by {by} or as many as `rewind` allows", lambda: history.truncate(which, by))
     if any_ < 0.88:
         discard = rng.random() < 0.25
-        return Operation("discard and close" if discard else "close", lambda: history.close(which, discard=discard))
+        return Operation("spoil and close" if discard else "close", lambda: history.close(which, discard=discard))
     if any_ < 0.91:
         priority, ttl = rng.randint(0, 2), rng.choice([None, 1e-9, 1e9])
-        return Operation("retain", lambda: history.retain(which, priority, ttl))
+        return Operation("retain", lambda: history.retain(priority, ttl))
     if any_ < 0.94:
         percent = rng.randint(1, 25)
         return Operation(f"evict {percent} % of the memory", lambda: history.evict(which, percent))
@@ -91,8 +91,8 @@ def check_histories(trial: StrategyTrial) -> None:
 PROMISES: Sequence[Promise[StrategyTrial]] = (
     Promise(
         "any order of calls",
-        "whatever the order of open, grow, fork, crop, commit and close, also with full memory: keys stay right, the "
-        "bookkeeping adds up, and nothing leaks",
+        "whatever the order of open, reserve, fork, truncate, commit and close, also with full memory: keys stay "
+        "right, the bookkeeping adds up, and nothing leaks",
         check_histories,
     ),
 )

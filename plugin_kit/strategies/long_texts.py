@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cache_strategies.types import Text
 from plugin_kit.driver.steps import Reading, step
 from plugin_kit.driver.texts import random_text
 from plugin_kit.driver.visible import check_last_queries
@@ -24,9 +25,9 @@ def check_unbounded(trial: StrategyTrial) -> None:
     assert longer <= promised, (
         f"sizes() says that {len(text)} tokens take {longer} bytes, and that the longest prompt takes {promised}"
     )
-    seat = cache.open(text.ids[: trial.rng.randint(1, most)], max_cached=0)  # the rest is generated
-    assert seat is not None, "open() returned None although there is memory"
-    reading = Reading(cache, text, seat)
+    sequence = cache.open(Text(text.ids[: trial.rng.randint(1, most)], max_cached=0))  # the rest is generated
+    assert sequence is not None, "open() returned None although there is memory"
+    reading = Reading(cache, text, sequence)
     while reading.left:
         _read_row(trial, world, reading, promised)
     world.check_integrity()
@@ -36,12 +37,13 @@ def _read_row(trial: StrategyTrial, world: World, reading: Reading, promised: in
     """Read a row of any size; check its positions, its last query, and the memory before and after the step."""
     cache = reading.cache
     n, most = reading.chunk(trial.rng.choice([1, 9, 40])), cache.setup.geometry.max_seq_len
-    start, position = reading.seat.length, reading.seat.position
+    start = reading.sequence.length
+    position = start - reading.sequence.shift
     assert position + n <= most, (
-        f"a row of {n} at token {start} begins at position {position}, and the model has {most}: Seat.position must "
-        "count within the cache, and row_limit() end rows there"
+        f"a row of {n} at token {start} begins at position {position}, and the model has {most}: `shift` must "
+        "make positions count within the cache, and `stop` end rows there"
     )
-    assert cache.grow(reading.seat, n), f"grow() returned False at token {start}, although there is memory"
+    assert reading.sequence.reserve(n), f"reserve() returned False at token {start}, although there is memory"
     held = [world.memory.held_bytes]
     rows = [(reading, n)]
     is_checked = trial.rng.random() < 0.2 or n == reading.left

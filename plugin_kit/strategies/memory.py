@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from cache_strategies.base import Row, Seat
-from cache_strategies.types import NO_SALT, Salt
+from cache_strategies.base import KVSequence
+from cache_strategies.features import Reporting
+from cache_strategies.types import NO_SALT, Salt, Text
 from config.settings import StrategySettings
 from plugin_kit.driver.features import check_evict
-from plugin_kit.driver.steps import Reading, attend, read_through, step
+from plugin_kit.driver.steps import Reading, attend, find_instance, read_through, step
 from plugin_kit.driver.texts import random_text, spliced
 from plugin_kit.driver.visible import check_last_queries
 from plugin_kit.driver.world import POISON, World
@@ -33,7 +33,7 @@ def check_unused_memory(trial: StrategyTrial) -> None:
     world = trial.make_world()
     used = trial.open(world, 120)
     read_through(used, 40)
-    used.cache.close(used.seat)
+    used.sequence.close()
     after = read_through(trial.open(world, 50, seed=2), 13)
     for layer, (a, b) in enumerate(zip(after, fresh, strict=True)):
         assert torch.equal(a, b), f"what an earlier sequence left behind changes the output of layer {layer}"
@@ -77,16 +77,18 @@ def check_upper_bound(trial: StrategyTrial) -> None:
         world = trial.make_world()
         cache = get_cache(world)
         text, prompt = random_text(1, length, trial.layers), trial.rng.randint(1, length)
-        reading = Reading(cache, text, _must(cache.open(text.ids[:prompt], max_cached=0)))  # the rest is generated
+        reading = Reading(
+            cache, text, _must(cache.open(Text(text.ids[:prompt], max_cached=0)))
+        )  # the rest is generated
         while reading.left:
             n = reading.chunk(trial.rng.choice([1, 7, 40]))
-            end = max(prompt, reading.seat.length + n)
+            end = max(prompt, reading.sequence.length + n)
             batch = Batch([reading.work(n)])
             attend(batch, [(reading, n)])
             _check_held(world, end)
             batch.commit()
             _check_held(world, end)
-        cache.close(reading.seat)
+        reading.sequence.close()
         cache.evict(world.memory.total_bytes)
         world.memory.set_share(NAME, floor=0, limit=world.count_bytes(NAME, length))
         again = trial.open(world, length)
@@ -103,87 +105,56 @@ def _check_held(world: World, num_tokens: int) -> None:
 
 
 def check_usage(trial: StrategyTrial) -> None:
-    """Compare usage() with the memory and with the open seats, while sequences come and go."""
+    """Compare usage() with the memory and with the open sequences, while sequences come and go."""
     world = trial.make_world(max_seats=4)
     readings: list[Reading] = []
     for i in range(12):
         if len(readings) == 4 or (readings and trial.rng.random() < 0.3):
             gone = readings.pop(trial.rng.randrange(len(readings)))
-            gone.cache.close(gone.seat)
+            gone.sequence.close()
         readings.append(trial.open(world, 60, seed=i))
         rows = [(reading, n) for reading in readings if (n := reading.chunk(trial.rng.choice([1, 7, 30])))]
         step(rows)
-        usage = get_cache(world).usage()
+        usage = find_instance(get_cache(world)).usage()
         held = world.memory.held_bytes
         assert usage.reserved == held, f"usage(): reserved is {usage.reserved}, and {held} bytes of blocks are held"
         parts = usage.used + usage.idle + usage.wasted
         assert parts == usage.reserved, f"usage(): used + idle + wasted is {parts}, not reserved, {usage.reserved}"
         assert min(usage) >= 0, f"usage() has a negative number: {usage}"
-        assert usage.seats == len(readings), f"usage(): seats is {usage.seats}, and {len(readings)} are open"
-        assert usage.tokens <= sum(r.seat.length for r in readings), f"usage(): {usage.tokens} tokens are too many"
+        if isinstance(get_cache(world), Reporting):
+            assert usage.seats == len(readings), f"usage(): seats is {usage.seats}, and {len(readings)} are open"
+        assert usage.tokens <= sum(r.sequence.length for r in readings), f"usage(): {usage.tokens} tokens are too many"
         world.check_integrity()
 
 
 # ---------------------------------------------------------------- what is given back
 def check_frees(trial: StrategyTrial) -> None:
     """Open, fork, grow and close more sequences than there are seats, then look for blocks that are still held."""
-    seats = 3
-    world, rng = trial.make_world(max_seats=seats), trial.rng
+    world, rng = trial.make_world(max_seats=3), trial.rng
     cache = get_cache(world)
     for round_ in range(3):
-        readings = [trial.open(world, 100, seed=10 * round_ + i) for i in range(seats)]
+        readings = [trial.open(world, 100, seed=10 * round_ + i) for i in range(3)]
         for reading in readings[:2]:
             read_rows(reading, [rng.choice([1, 5, 30]) for _ in range(rng.randint(1, 3))])
-        assert cache.grow(readings[2].seat, readings[2].chunk(9))  # and never used, as if it was preempted
-        open_seats: list[Seat] = [reading.seat for reading in readings]
-        cache.close(open_seats.pop())
-        child = cache.fork(open_seats[0])
-        open_seats += [] if child is None else [child]
-        rng.shuffle(open_seats)
-        for seat in open_seats:
+        assert readings[2].sequence.reserve(readings[2].chunk(9))  # and never used, as if it was preempted
+        still_open: list[KVSequence] = [reading.sequence for reading in readings]
+        still_open.pop().close()
+        child = still_open[0].fork()
+        still_open += [] if child is None else [child]
+        rng.shuffle(still_open)
+        for sequence in still_open:
             if rng.random() < 0.3:
-                cache.discard(seat)
-            cache.close(seat)
+                sequence.spoiled = True
+            sequence.close()
         world.check_integrity()
-        usage = cache.usage()
-        assert usage.seats == usage.tokens == usage.used == 0, f"all seats are closed, and usage() says {usage}"
+        if isinstance(cache, Reporting):
+            usage = cache.usage()
+            assert usage.seats == usage.tokens == usage.used == 0, f"all sequences are closed, and usage() says {usage}"
         idle, held = cache.idle_bytes, world.memory.held_bytes
-        assert held == idle, f"all seats are closed: {held} bytes are held, and {idle} of them could be freed"
+        assert held == idle, f"all sequences are closed: {held} bytes are held, and {idle} of them could be freed"
         check_evict(cache, world.memory.total_bytes)
         left = world.memory.held_bytes
-        assert not left, f"{left} bytes are still held when all seats are closed and idle blocks are evicted"
-
-
-# ---------------------------------------------------------------- what is refused
-def check_refused_shapes(trial: StrategyTrial) -> None:
-    """Offer keys and values of one head, token or dimension, which torch would repeat, and of too many tokens."""
-    world = trial.make_world()
-    cache, reading = get_cache(world), trial.open(world)
-    n = reading.chunk(5)
-    assert cache.grow(reading.seat, n), "grow() returned False although there is memory"
-    plan = cache.plan([Row(reading.seat, n)])
-    for layer, spec in enumerate(trial.layers):
-        q, k, v = (part[layer][:n] for part in (reading.text.q, reading.text.k, reading.text.v))
-        before, out = world.copy_memory(), q.new_empty(n, spec.num_q_heads, spec.v_head_dim)
-        for keys, values in _list_other_shapes(k, v):
-            wanted = f"{list(k.shape)} and {list(v.shape)}"
-            shapes = f"keys {list(keys.shape)} and values {list(values.shape)} instead of {wanted}"
-            try:
-                cache.attend(plan, layer, q, keys, values, out)
-            except ValueError:
-                is_same = all(map(torch.equal, before, world.list_tensors()))
-                assert is_same, f"attend() refused {shapes}, but wrote to the memory"
-            else:
-                raise AssertionError(f"attend() took {shapes} in layer {layer}: it must raise ValueError")
-
-
-def _list_other_shapes(k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of keys and values of which one at least has another shape than k and v."""
-    pairs = []
-    for slices in ((slice(None), slice(1)), (slice(1),), (..., slice(1))):  # one head, one token, one dimension
-        pairs += [(k[slices], v), (k, v[slices]), (k[slices], v[slices])]
-    pairs += [(torch.cat((k, k)), torch.cat((v, v))), (k[:0], v[:0])]
-    return [pair for pair in pairs if tuple(x.shape for x in pair) != (k.shape, v.shape)]
+        assert not left, f"{left} bytes are still held when all sequences are closed and idle blocks are evicted"
 
 
 # ---------------------------------------------------------------- shared prefixes
@@ -195,33 +166,35 @@ def check_sharing(trial: StrategyTrial) -> None:
     world, rng = trial.make_world(max_seats=4), trial.rng
     cache = get_cache(world)
     first = random_text(1, 120, trial.layers)
-    reading = Reading(cache, first, _must(cache.open(first.ids, salt=SALTS[1])))
-    assert reading.seat.length == 0, f"{reading.seat.length} tokens were found cached in an empty cache"
+    reading = Reading(cache, first, _must(cache.open(Text(first.ids, salt=SALTS[1]))))
+    assert reading.sequence.length == 0, f"{reading.sequence.length} tokens were found cached in an empty cache"
     read_rows(reading, trial.draw_rows(120))
     if rng.random() < 0.5:
-        cache.close(reading.seat)
+        reading.sequence.close()
     for salt in SALTS:
         at = rng.randint(1, 119)
         text = spliced(first, random_text(2, 120, trial.layers), at)
         most = rng.choice([None, rng.randint(0, 119)])
-        seat = _must(cache.open(text.ids, salt=salt, max_cached=most))
+        sequence = _must(cache.open(Text(text.ids, salt=salt, max_cached=most)))
         limit = min(at, 119 if most is None else most) if salt == SALTS[1] else 0
-        assert seat.length <= limit, (
-            f"open() found {seat.length} tokens cached of a text with {at} common tokens, max_cached={most} and "
+        assert sequence.length <= limit, (
+            f"open() found {sequence.length} tokens cached of a text with {at} common tokens, max_cached={most} and "
             f"{'an equal' if salt == SALTS[1] else 'another'} salt: at most {limit} may be found"
         )
-        assert seat.cached == seat.length, f"open() returned a seat with cached={seat.cached}, length={seat.length}"
-        if cache.ready(seat):
-            again = Reading(cache, text, seat)
+        assert sequence.found == sequence.length, (
+            f"open() returned a sequence with cached={sequence.found}, length={sequence.length}"
+        )
+        if sequence.ready():
+            again = Reading(cache, text, sequence)
             rows = [(again, again.chunk(9))]
             check_last_queries(step(rows, keys=True), rows, trial.layers)
-        cache.close(seat)
+        sequence.close()
     world.check_integrity()
 
 
-def _must(seat: Seat | None) -> Seat:
-    assert seat is not None, "open() returned None although there is memory"
-    return seat
+def _must(sequence: KVSequence | None) -> KVSequence:
+    assert sequence is not None, "open() returned None although there is memory"
+    return sequence
 
 
 PROMISES: Sequence[Promise[StrategyTrial]] = (
@@ -240,12 +213,7 @@ PROMISES: Sequence[Promise[StrategyTrial]] = (
         "a sequence of n tokens never holds more blocks of any region than sizes() says, and never needs more",
         check_upper_bound,
     ),
-    Promise(
-        "refuses other shapes",
-        "attend() raises ValueError for keys and values that are not those of all tokens and heads, and writes nothing",
-        check_refused_shapes,
-    ),
-    Promise("usage adds up", "usage() agrees with the memory and with the open seats", check_usage),
+    Promise("usage adds up", "usage() agrees with the memory and with the open sequences", check_usage),
     Promise(
         "frees all memory",
         "close() frees a sequence's memory, or keeps it idle until evict()",

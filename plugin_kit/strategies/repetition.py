@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_strategies.base import KVCache
+from cache_strategies.base import KVSequence
+from cache_strategies.features import SelfChecking
 from plugin_kit.driver.failing_ops import FailingOps, InjectedError
 from plugin_kit.driver.steps import Reading, attend, attend_layer, step
-from plugin_kit.driver.texts import Text, random_text, spliced
+from plugin_kit.driver.texts import RandomText, random_text, spliced
 from plugin_kit.driver.visible import check_last_queries
 from plugin_kit.promise import Promise
 from plugin_kit.strategies.trial import (
@@ -31,7 +32,7 @@ def check_replay(trial: StrategyTrial) -> None:
     world, rows = trial.make_world(max_seats=2), trial.draw_rows(LENGTH_OF_REPLAY)
     first = trial.open(world, LENGTH_OF_REPLAY)
     outs, keys = read_all(first, rows)
-    first.cache.close(first.seat)
+    first.sequence.close()
     other = trial.open(world, LENGTH_OF_REPLAY, seed=2)  # takes memory, perhaps that of the first
     read_rows(other, trial.draw_rows(LENGTH_OF_REPLAY))
     again, found = read_all(trial.open(world, LENGTH_OF_REPLAY), rows)
@@ -51,23 +52,21 @@ def check_other_rows(trial: StrategyTrial) -> None:
         assert_same(found[0], wanted[0], what, tolerance=1e-5)
 
 
-def check_row_limits(trial: StrategyTrial) -> None:
-    """Read a text in rows as long as row_limit() allows."""
+def check_stops(trial: StrategyTrial) -> None:
+    """Read a text in rows as long as `stop` allows."""
     world = trial.make_world()
     reading = trial.open(world)
-    cache, most = reading.cache, reading.cache.contract.max_row
     while reading.left:
-        limit = cache.row_limit(reading.seat)
-        assert limit is None or limit >= 1, f"row_limit() returned {limit}, so the sequence could never go on"
-        assert most is None or (limit is not None and limit <= most), f"row_limit(): {limit}; contract.max_row: {most}"
+        stop, length = reading.sequence.stop, reading.sequence.length
+        assert stop is None or stop > length, f"`stop` is {stop} after {length} tokens, so the sequence cannot go on"
         rows = [(reading, reading.chunk(LENGTH))]
         check_last_queries(step(rows, keys=True), rows, trial.layers)
 
 
 # ---------------------------------------------------------------- forks and rewinding
-def check_forkable(trial: StrategyTrial) -> None:
-    """Check forks, or that there are none if the contract says so."""
-    (check_forks if trial.contract.forkable else check_no_forks)(trial)
+def overrides_fork(trial: StrategyTrial) -> bool:
+    """Return whether sequences can be forked."""
+    return type(trial.open(trial.make_world()).sequence).fork is not KVSequence.fork
 
 
 def check_forks(trial: StrategyTrial) -> None:
@@ -75,37 +74,29 @@ def check_forks(trial: StrategyTrial) -> None:
     world, rng = trial.make_world(max_seats=3), trial.rng
     cache, at = get_cache(world), rng.randint(1, 100)
     common = random_text(0, LENGTH, trial.layers)
-    parent = Reading(cache, common, world.open(NAME, common.head(at), max_cached=0).seat)
+    parent = Reading(cache, common, world.open(NAME, common.head(at), max_cached=0).sequence)
     read_rows(parent, _cut(rng.randint(1, 40), at))
     readings = [parent]
     for seed in (1, 2):
-        seat = cache.fork(parent.seat)
-        assert seat is not None, "fork() returned None although there is memory, and contract.forkable is True"
-        assert seat.length == at, f"a fork of {at} tokens has {seat.length}"
-        readings.append(Reading(cache, spliced(common, random_text(seed, LENGTH, trial.layers), at), seat))
+        sequence = parent.sequence.fork()
+        assert sequence is not None, "fork() returned None although there is memory"
+        assert sequence.length == at, f"a fork of {at} tokens has {sequence.length}"
+        readings.append(Reading(cache, spliced(common, random_text(seed, LENGTH, trial.layers), at), sequence))
     for sizes in ([1, 1, 1], [5, 1, 30], [1, 40, 2], [9, 9, 9]):
         rows = [(reading, n) for reading, wanted in zip(readings, sizes, strict=True) if (n := reading.chunk(wanted))]
         check_last_queries(step(rows, keys=True), rows, trial.layers)
         world.check_integrity()
         if sizes[0] == 5:
-            cache.close(readings.pop(0).seat)
+            readings.pop(0).sequence.close()
             readings.append(trial.open(world, seed=3))
     for reading in readings:
-        cache.close(reading.seat)
+        reading.sequence.close()
     cache.evict(world.memory.total_bytes)
     assert not world.memory.held_bytes, "blocks are still held when parent and forks are closed"
 
 
 def _cut(longest: int, length: int) -> list[int]:
     return [min(longest, length - start) for start in range(0, length, longest)]
-
-
-def check_no_forks(trial: StrategyTrial) -> None:
-    """Check that fork() returns None if the contract says that it cannot fork."""
-    world = trial.make_world(max_seats=2)
-    reading = trial.open(world)
-    read_rows(reading, [reading.chunk(9)])
-    assert reading.cache.fork(reading.seat) is None, "fork() returned a seat, and contract.forkable is False"
 
 
 def check_rewind(trial: StrategyTrial) -> None:
@@ -117,25 +108,25 @@ def check_rewind(trial: StrategyTrial) -> None:
     for round_ in range(6):
         if reading.left < 48:
             break
-        before, rewind = reading.seat.length, cache.contract.rewind
+        before, rewind = reading.sequence.length, cache.contract.rewind
         most = min(before, 40 if rewind is None else rewind)
         length = before - (rng.randint(0, most) if round_ else most)
-        cache.crop(reading.seat, length)
-        now = reading.seat.length
-        assert now <= length, f"a seat of {before} tokens has {now} after crop() to {length}"
+        reading.sequence.truncate(length)
+        now = reading.sequence.length
+        assert now <= length, f"a sequence of {before} tokens has {now} after truncate() to {length}"
         reading.text = spliced(reading.text, random_text(10 + round_, LENGTH, trial.layers), now)
         rows = [(reading, reading.chunk(7))]
         result = step(rows, keys=True)
         check_last_queries(result, rows, trial.layers)
         world.check_integrity()
         if cache.contract.chunk_invariant and cache.contract.replayable:
-            other = world.open(NAME, reading.text.head(reading.seat.length), max_cached=0)
+            other = world.open(NAME, reading.text.head(reading.sequence.length), max_cached=0)
             start = result.starts[0]
             read_rows(other, [start] if start else [])
             never_longer = step([(other, other.left)], keys=True)
-            what = f"after crop() from {before} to {length} tokens, compared with a text that was never longer"
+            what = f"after truncate() from {before} to {length} tokens, compared with a text that was never longer"
             assert_same_keys(result.keys[0], never_longer.keys[0], what)
-            cache.close(other.seat)
+            other.sequence.close()
         read_rows(reading, [rng.choice([1, 9, 30])])
 
 
@@ -161,8 +152,8 @@ def check_failed_steps(trial: StrategyTrial) -> None:
             given_up = Batch([work])
             for layer in range(trial.rng.randint(0, len(layers))):
                 attend_layer(given_up, rows, layer)
-        start = failing.seat.length
-        assert start == clean.seat.length - n, f"a failed step has changed a seat's length to {start}"
+        start = failing.sequence.length
+        assert start == clean.sequence.length - n, f"a failed step has changed a sequence's length to {start}"
         batch = Batch([work])
         found = attend(batch, rows).outs[0]
         batch.commit()
@@ -180,7 +171,7 @@ def _expect_failure(batch: Batch, rows: Sequence[tuple[Reading, int]]) -> None:
 
 def overrides_compact(trial: StrategyTrial) -> bool:
     """Return whether the strategy drops tokens in compact()."""
-    return type(get_cache(trial.make_world())).compact is not KVCache.compact
+    return type(trial.open(trial.make_world()).sequence).compact is not KVSequence.compact
 
 
 def check_failed_compactions(trial: StrategyTrial) -> None:
@@ -197,17 +188,16 @@ def check_failed_compactions(trial: StrategyTrial) -> None:
         found = attend(batch, rows, keys=True)
         assert_same_keys(found.keys[0], want.keys[0], "after a compact() that failed once and was repeated")
         assert_same(found.outs[0], want.outs[0], "after a compact() that failed once and was repeated")
-        for instance, _, planned in batch.parts:
-            cache = instance.strategy
-            cache.commit(planned.plan, [failing.text.ids[start : start + n] for start in found.starts])
-            ops.copies, calls = calls, calls + 1
-            try:
-                cache.compact(failing.seat)
-            except InjectedError:
-                cache.compact(failing.seat)
-            else:
-                calls = 0  # there were fewer copies
-            ops.copies = None
+        (start,) = found.starts
+        failing.sequence.commit(failing.text.ids[start : start + n])
+        ops.copies, calls = calls, calls + 1
+        try:
+            failing.sequence.compact()
+        except InjectedError:
+            failing.sequence.compact()
+        else:
+            calls = 0  # there were fewer copies
+        ops.copies = None
         world.check_integrity()
 
 
@@ -224,17 +214,18 @@ def check_rejected_drafts(trial: StrategyTrial) -> None:
             _speculate(drafted, other, drafted.chunk(6), right)
             if right:
                 step([(plain, right)])
-            assert drafted.seat.length == plain.seat.length, (
-                f"{drafted.seat.length} tokens are committed after {right} accepted drafts, not {plain.seat.length}"
+            assert drafted.sequence.length == plain.sequence.length, (
+                f"{drafted.sequence.length} tokens are there after {right} accepted drafts, not {plain.sequence.length}"
             )
-            drafted.cache.check_integrity()
+            if isinstance(drafted.cache, SelfChecking):
+                drafted.cache.check_integrity()
         found, wanted = (step([(reading, 1)]).outs[0] for reading in (drafted, plain))
         assert_same(found, wanted, "a sequence with rejected draft tokens, and one without")
 
 
-def _speculate(reading: Reading, other: Text, drafts: int, accepted: int) -> None:
+def _speculate(reading: Reading, other: RandomText, drafts: int, accepted: int) -> None:
     """Plan `drafts` draft tokens of which the first `accepted` are right; the others are rejected."""
-    start, text = reading.seat.length, reading.text
+    start, text = reading.sequence.length, reading.text
     reading.text = spliced(text, other, start + accepted)
     batch = Batch([reading.work(drafts)])
     attend(batch, [(reading, drafts)])
@@ -255,11 +246,12 @@ PROMISES: Sequence[Promise[StrategyTrial]] = (
         check_other_rows,
         lambda trial: trial.contract.chunk_invariant,
     ),
-    Promise("row_limit", "rows may be as long as row_limit() says, which is at most max_row", check_row_limits),
+    Promise("stop", "rows may end where `stop` says, and no text comes to an end by that", check_stops),
     Promise(
         "forkable",
-        "a fork has its parent's tokens, and neither changes the other's keys; without `forkable` fork() returns None",
-        check_forkable,
+        "a fork has its parent's tokens, and neither changes the other's keys",
+        check_forks,
+        overrides_fork,
     ),
     Promise(
         "rewind",
@@ -269,7 +261,7 @@ PROMISES: Sequence[Promise[StrategyTrial]] = (
     ),
     Promise(
         "survives a failed step",
-        "a step that failed in any layer can be repeated, and gives the same bits: only commit() changes a seat",
+        "a step that failed in any layer can be repeated, and gives the same bits: only commit() changes a sequence",
         check_failed_steps,
     ),
     Promise(

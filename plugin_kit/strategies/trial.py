@@ -36,7 +36,7 @@ class StrategyTrial:
     definition: Definition = define_exact
 
     def make_world(self, *, ops: Ops | None = None, **sizes: Any) -> World:
-        """Return a world with this instance alone, and by default with one seat."""
+        """Return a world with this instance alone, and by default with one sequence."""
         sizes = {"max_seats": 1, "layers": self.layers, **sizes}
         return World({NAME: self.settings}, ops or self.ops, **sizes)
 
@@ -46,7 +46,7 @@ class StrategyTrial:
         return self.make_world().caches[NAME].contract
 
     def open(self, world: World, length: int = LENGTH, seed: int = 1) -> Reading:
-        """Open a seat for a random text."""
+        """Open a sequence for a random text."""
         return world.open(NAME, random_text(seed, length, self.layers, world.dtype), max_cached=0)
 
     def draw_rows(self, length: int, sizes: Sequence[int] = (1, 5, 16, 60)) -> list[int]:
@@ -69,9 +69,9 @@ def read_rows(reading: Reading, rows: Sequence[int]) -> list[tuple[int, list[Ten
     """
     done: list[tuple[int, list[Tensor]]] = []
     for size in rows:
-        end = reading.seat.length + size
-        while reading.seat.length < end:
-            n = reading.chunk(end - reading.seat.length)
+        end = reading.sequence.length + size
+        while reading.sequence.length < end:
+            n = reading.chunk(end - reading.sequence.length)
             done.append((n, step([(reading, n)]).outs[0]))
     return done
 

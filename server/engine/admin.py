@@ -135,12 +135,12 @@ def _inspect(core: Core, instance: Instance) -> dict[str, Any]:
     answer["requests"] = [
         {
             "id": request.key[1],
-            "state": "waiting" if request.seat is None else "running",
+            "state": "waiting" if request.sequence is None else "running",
             "prompt_tokens": request.num_prompt_tokens,
             "generated_tokens": request.num_output_tokens,
             "cached_tokens": request.num_cached_tokens,
             "preemptions": request.num_preemptions,
-            **describe_tokens(instance.count_tokens([] if request.seat is None else [request.seat])),
+            **describe_tokens(instance.count_tokens([] if request.sequence is None else [request.num_computed_tokens])),
         }
         for request in (*core.scheduler.running, *core.scheduler.waiting)
         if request.instance is instance

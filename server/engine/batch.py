@@ -1,7 +1,7 @@
 """The batch of a step: the rows of all strategies as one input of the model, and attention for each strategy's rows.
 
 Rows are grouped by strategy, with decode rows first in each group; `row_order` maps them to the rows that were passed
-in. Knows plans and rows; not how a strategy stores keys.
+in. Knows rows; not how a strategy stores keys.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache_strategies.base import Row, Seat
+from cache_strategies.base import CacheSetup, KVSequence, Rows
 from cache_strategies.errors import StrategyError
 from kernels.ops import AttentionSlice, KVLocation, QueryTap
 from kernels.tracing import Tracer
-from server.engine.instance import Instance, PlannedRows
+from server.engine.instance import Instance, LocatedRows
 from server.records import Compaction
 
 
 class RowInput(NamedTuple):
-    """A row of a step, the ids of its tokens, and the number of its last tokens whose logits are needed."""
+    """A row of a step: its tokens follow the first `length` of their sequence. The last `num_logits` get logits."""
 
     instance: Instance
-    row: Row
+    sequence: KVSequence
+    length: int
     tokens: Sequence[int]
     num_logits: int
 
@@ -37,8 +38,7 @@ class BatchPart(NamedTuple):
     """One strategy's part of the batch."""
 
     instance: Instance
-    rows: Sequence[Row]
-    planned: PlannedRows
+    located: LocatedRows
 
 
 class Batch:
@@ -47,7 +47,7 @@ class Batch:
     def __init__(
         self, work: Sequence[RowInput], device: torch.device | str = "cpu", tracer: Tracer | None = None
     ) -> None:
-        """Plan the rows of every strategy and copy token ids to the device. Raises StrategyError."""
+        """Locate the rows of every strategy and copy token ids to the device. Raises StrategyError."""
         self.compactions: dict[int, Compaction] = {}  # by row of the batch, once it is committed
         self._tracer = tracer or Tracer()
         self.row_order = _order_rows(work)  # for each row of the batch, its index in `work`
@@ -55,13 +55,13 @@ class Batch:
         ids: list[int] = []
         positions: list[int] = []
         logit_index: list[int] = []
-        planned = list(self._plan())
-        self.parts = [part for part, _ in planned]
-        self.slices = [each for _, each in planned]
-        starts = (position for part in self.parts for position in part.planned.positions)
-        for (_, (_, num_tokens), tokens, num_logits), start in zip(self._rows, starts, strict=True):
+        located = list(self._locate())
+        self.parts = [part for part, _ in located]
+        self.slices = [each for _, each in located]
+        starts = (position for part in self.parts for position in part.located.positions)
+        for (_, _, _, tokens, num_logits), start in zip(self._rows, starts, strict=True):
             ids += tokens
-            positions += range(start, start + num_tokens)
+            positions += range(start, start + len(tokens))
             logit_index += range(len(positions) - num_logits, len(positions))
         # One blocking copy: on mps a non-blocking copy reads the host memory later, when it may have been freed.
         packed = torch.from_numpy(np.array(ids + positions + logit_index, np.int64)).to(device)
@@ -82,15 +82,15 @@ class Batch:
             tensors = (q, k, v, out) if is_single else (q[tokens], k[tokens], v[tokens], out[tokens])
             location = each.kv_locations[layer_idx]
             if location is None:
-                part.instance.attend(part.planned.plan, layer_idx, *tensors)
+                part.instance.attend(part.located.rows, layer_idx, *tensors)
             else:
-                _attend_at(location, each.query_tap, part.instance, layer_idx, *tensors)
+                attend_at(part.instance.setup, location, each.query_tap, layer_idx, *tensors)
         return out
 
-    def check_plans(self) -> None:
+    def check_located(self) -> None:
         """Raise StrategyError if a strategy's addresses are wrong; called to find the cause of a failed step."""
-        for instance, rows, planned in self.parts:
-            instance.check_plan(planned, rows)
+        for instance, located in self.parts:
+            instance.check_located(located)
 
     @property
     def logit_counts(self) -> list[int]:
@@ -103,28 +103,29 @@ class Batch:
         Return the errors of rows whose strategies failed to commit or to compact them; all others are done, and
         `compactions` has those that were compacted.
         """
-        counts = [item.row.num_tokens for item in self._rows] if num_entered is None else num_entered
+        counts = [len(item.tokens) for item in self._rows] if num_entered is None else num_entered
         tokens = [item.tokens[:count] for item, count in zip(self._rows, counts, strict=True)]
         failed: dict[int, StrategyError] = {}
         end = 0
-        for instance, rows, planned in self.parts:
+        for instance, (rows, *_) in self.parts:
             begin, end = end, end + len(rows)
             try:
-                instance.commit(planned.plan, tokens[begin:end])
+                instance.commit(rows, tokens[begin:end])
             except StrategyError as error:
                 failed |= dict.fromkeys(range(begin, end), error)
                 continue
-            if instance.compacts:
-                failed |= self._compact(instance, begin, [row.seat for row in rows])
+            if instance.compacts(rows.sequences[0]):
+                failed |= self._compact(instance, begin, counts[begin:end])
         return failed
 
-    def _compact(self, instance: Instance, first_row: int, seats: Sequence[Seat]) -> dict[int, StrategyError]:
-        """Compact the seats of a strategy's rows; return the errors of those that could not be compacted, by row."""
+    def _compact(self, instance: Instance, first_row: int, counts: Sequence[int]) -> dict[int, StrategyError]:
+        """Compact the sequences of a strategy's rows, of which `counts` tokens were committed; return errors by row."""
         failed: dict[int, StrategyError] = {}
         with self._tracer.span("compact"):
-            for i, seat in enumerate(seats, first_row):
+            for i, count in enumerate(counts, first_row):
+                row = self._rows[i]
                 try:
-                    compaction = instance.compact(seat)
+                    compaction = instance.compact(row.sequence, row.length + count)
                 except StrategyError as error:
                     failed[i] = error
                 else:
@@ -132,23 +133,21 @@ class Batch:
                         self.compactions[i] = compaction
         return failed
 
-    def _plan(self) -> Iterator[tuple[BatchPart, AttentionSlice]]:
+    def _locate(self) -> Iterator[tuple[BatchPart, AttentionSlice]]:
         end = 0
-        for instance, items in groupby(self._rows, key=attrgetter("instance")):
-            rows = [item.row for item in items]
-            begin, end = end, end + sum(row.num_tokens for row in rows)
-            planned = instance.plan(rows)
-            hook = partial(instance.attend, planned.plan)
-            tap = planned.plan.query_tap
-            yield BatchPart(instance, rows, planned), AttentionSlice(slice(begin, end), planned.locations, tap, hook)
+        for instance, group in groupby(self._rows, key=attrgetter("instance")):
+            items = list(group)
+            rows = Rows([item.sequence for item in items], [len(item.tokens) for item in items])
+            begin, end = end, end + rows.num_tokens
+            located = instance.locate(rows, [item.length for item in items])
+            hook = partial(instance.attend, rows)
+            yield BatchPart(instance, located), AttentionSlice(slice(begin, end), located.locations, located.tap, hook)
 
 
-def _attend_at(
-    location: KVLocation, tap: QueryTap | None, instance: Instance, layer_idx: int, *tensors: Tensor
-) -> None:
+def attend_at(setup: CacheSetup, location: KVLocation, tap: QueryTap | None, layer_idx: int, *tensors: Tensor) -> None:
     """Write keys and values to the addresses of a strategy, and attend to those there."""
     q, k, v, out = tensors
-    ops, spec = instance.setup.ops, instance.setup.geometry.layers[layer_idx]
+    ops, spec = setup.ops, setup.geometry.layers[layer_idx]
     ops.write_kv(location.store, layer_idx, k, v, location.at)
     ops.attend(out, q, location.store, layer_idx, location.at, spec, window=location.window)
     if tap is not None and (queries := tap.queries[layer_idx]) is not None:
@@ -159,7 +158,7 @@ def _order_rows(work: Sequence[RowInput]) -> list[int]:
     """Return the indices of the rows grouped by strategy, with decode rows (one token) first in each group."""
     decode: dict[Instance, list[int]] = {}
     prefill: dict[Instance, list[int]] = {}
-    for i, (instance, row, _, _) in enumerate(work):
+    for i, (instance, _, _, tokens, _) in enumerate(work):
         decode.setdefault(instance, [])
-        (decode if row.num_tokens == 1 else prefill).setdefault(instance, []).append(i)
+        (decode if len(tokens) == 1 else prefill).setdefault(instance, []).append(i)
     return [i for instance, rows in decode.items() for i in (*rows, *prefill.get(instance, ()))]

@@ -205,7 +205,7 @@ class Core:
         for row, num_tokens in zip(output.scheduled, counts, strict=True):
             if row.request not in failed:
                 try:
-                    _count_row(row, num_tokens)
+                    _count_row(row.request, num_tokens)
                 except StrategyError as error:
                     failed[row.request] = error
         failed_instances = {error.instance for error in failed.values()}
@@ -276,8 +276,8 @@ class Core:
         """End a request whose text is complete, whose logits were not finite, or that its grammar ends."""
         result = output.sampled.results[request]
         if not result.is_finite:
-            assert request.seat is not None
-            request.instance.discard(request.seat)
+            assert request.sequence is not None
+            request.instance.mark_spoiled(request.sequence)
             self._fail([RequestFailure.from_logits(request)])
         elif request.grammar is not None and (fault := request.find_grammar_fault(is_allowed=result.is_allowed)):
             self._fail([RequestFailure(request, fault, "grammar_failed", status=400)])
@@ -362,13 +362,10 @@ class Core:
         return StepResult([*preemptions, *events, *late_events], report, totals.finished)
 
 
-def _count_row(row: Scheduled, num_tokens: int) -> None:
-    """Count the tokens of a row that was committed, and free the slots of rejected drafts. Raises StrategyError."""
-    request, instance = row.request, row.request.instance
-    assert request.seat is not None
+def _count_row(request: Request, num_tokens: int) -> None:
+    """Count the tokens of a row that was committed. Raises StrategyError."""
+    assert request.sequence is not None
     if not request.has_committed:
-        request.found = instance.read_found(request.seat, request.num_computed_tokens)
+        request.found = request.instance.read_found(request.sequence, request.num_computed_tokens)
         request.has_committed = True
     request.num_computed_tokens += num_tokens
-    if num_tokens < row.num_tokens + len(row.draft):
-        request.num_computed_tokens = instance.crop(request.seat, request.num_computed_tokens)

@@ -163,7 +163,7 @@ def describe_caches(engine: Engine) -> list[dict[str, Any]]:
             **describe_instance(engine.core, d),
             "options": d.options.model_dump(),
             "contract": engine.core.instances[d.name].contract._asdict(),
-            "budget_tokens": engine.core.instances[d.name].token_budget(engine.max_seq_len),
+            "budget_tokens": engine.core.instances[d.name].budget(engine.max_seq_len),
             "compactions": asdict(engine.core.compactions[d.name]),
         }
         for d in engine.instances
@@ -197,7 +197,7 @@ def read_engine_state(engine: Engine, processes: Mapping[Role, int]) -> EngineSt
     """Return the engine's state for metrics. Takes time proportional to the number of open sequences and blocks."""
     core, memory, scheduler = engine.core, engine.core.memory, engine.core.scheduler
     longest = scheduler.limits.max_seq_len
-    budgets = {name: instance.token_budget(longest) for name, instance in core.instances.items()}
+    budgets = {name: instance.budget(longest) for name, instance in core.instances.items()}
     return EngineState(
         running=Counter(request.instance.name for request in scheduler.running),
         waiting=scheduler.count_waiting(),

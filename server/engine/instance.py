@@ -1,11 +1,9 @@
-"""A strategy instance as the engine uses it: its strategy, what the engine knows of it, and its guard.
+"""A strategy instance as the engine uses it: its strategy, and what the engine knows of it.
 
-The engine calls a strategy within regions only: one for scheduling a row, planning a step, committing it, a report. A
-region costs no check of what single calls return. Whatever is raised in it becomes a `StrategyError`, which names the
-instance and the method; it ends requests of this instance and no others. What could harm others is checked: new
-sequences, numbers that the engine computes with, memory that plug-ins name. All else that a strategy may do wrongly
-harms its own requests, and is found by the kit (plugin_kit). Knows neither requests nor what follows from a fault
-(isolation/quarantine.py).
+The engine calls a strategy under guards only (guard.py), so that its faults end requests of this instance and no
+others. What could harm others is checked: new sequences, numbers that the engine computes with, memory that plug-ins
+name. All else that a strategy may do wrongly harms its own requests, and is found by the kit (plugin_kit). Knows
+neither requests nor what follows from a fault (isolation/quarantine.py).
 """
 
 from __future__ import annotations
@@ -15,18 +13,24 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import count
-from traceback import walk_tb
-from types import TracebackType
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 import torch
 from torch import Tensor
 
-from cache_strategies.base import KVCache, Plan, Row, Seat
+from cache_strategies.base import KVCache, KVSequence, Rows
 from cache_strategies.errors import StrategyError
-from cache_strategies.features import BlockDescribing, BlockMarking, PrefixListing
+from cache_strategies.features import (
+    BlockCounting,
+    BlockDescribing,
+    BlockMarking,
+    Budgeted,
+    Pinning,
+    PrefixListing,
+    Reporting,
+    SelfChecking,
+)
 from cache_strategies.memory import Memory
 from cache_strategies.memory import Region as MemoryRegion
 from cache_strategies.types import (
@@ -39,13 +43,14 @@ from cache_strategies.types import (
     CacheUsage,
     Contract,
     Miss,
-    PinError,
     Salt,
-    count_reusable_tokens,
+    Text,
 )
-from kernels.ops import KVLocation
-from server.engine.calls import NUM_CODES, CallObserver, NoObserver
-from server.engine.isolation.checks import check_locations, check_owner, check_tap, describe, describe_error
+from cache_strategies.visible import count_dropped_tokens
+from kernels.ops import KVLocation, QueryTap
+from server.engine.calls import CallObserver, NoObserver
+from server.engine.guard import Guards
+from server.engine.isolation.checks import check_locations, check_owner, check_tap, describe
 from server.records import Compaction, KVTokens
 
 log = logging.getLogger(__name__)
@@ -55,84 +60,14 @@ T = TypeVar("T")
 LOG_INTERVAL = 60.0  # seconds between two log messages about faults of the same method
 MAX_REPORT_BYTES = 1 << 26  # of a report in JSON
 MISSES = {*get_args(Miss), None}
-# Regions in which nothing that a request needs is computed: a fault there is counted, and ends nothing
-REPORTS = frozenset(
-    (
-        *("usage", "blocks", "count_dropped_tokens", "estimate_bytes", "token_budget", "collect_block_events"),
-        *("mark_blocks", "describe_block", "list_prefixes"),
-    )
-)
-# The methods that are called in the region "schedule", by the functions that call them or are them
-SCHEDULING = {name: name for name in ("ready", "row_limit", "grow")} | {
-    "update_length": "ready",
-    "limit_row": "row_limit",
-}
-PINNING = frozenset({"pin", "pin_prefix"})
-OUTSIDE = -1
 
 
-class Region:
-    """A part of the engine's work on an instance. What is raised in it becomes a StrategyError of the instance."""
+class LocatedRows(NamedTuple):
+    """The rows of an instance in a step, and where a strategy has located their keys."""
 
-    __slots__ = ("_code", "_make_fault", "_name", "_numbers", "_outer", "_running")
-
-    def __init__(self, name: str, code: int, instance: Instance, observer: CallObserver, numbers: count[int]) -> None:
-        self._name, self._code, self._numbers = name, code, numbers
-        self._running = observer.running
-        self._make_fault = instance.make_fault
-        self._outer = OUTSIDE
-
-    def __enter__(self) -> None:
-        assert self._outer == OUTSIDE, "a region is entered once at a time"
-        running = self._running
-        self._outer, running[0] = running[0], next(self._numbers) + self._code
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._running[0], self._outer = self._outer, OUTSIDE
-        if error is not None and not self._is_answer(error):
-            method, is_report = find_method(error, self._name), self._name in REPORTS
-            raise self._make_fault(method, describe_error(error), error, is_report=is_report) from error
-
-    def _is_answer(self, error: BaseException) -> bool:
-        """Return whether an error is no fault, or one that was reported already."""
-        match error:
-            case StrategyError():
-                return error.is_counted
-            case PinError():  # the answer to an operator
-                return self._name in PINNING
-        return isinstance(error, KeyboardInterrupt)  # of the user of an engine without a server
-
-
-class Regions(dict[str, Region]):
-    """The regions of an instance by name, each made when it is first used."""
-
-    def __init__(self, instance: Instance, observer: CallObserver) -> None:
-        super().__init__()
-        self._instance, self._observer = instance, observer
-        self._codes = observer.encode_methods(instance.name)
-        self._numbers = count(NUM_CODES, NUM_CODES)
-
-    def __missing__(self, name: str) -> Region:
-        self[name] = region = Region(name, self._codes.get(name, 0), self._instance, self._observer, self._numbers)
-        return region
-
-
-def find_method(error: BaseException, region: str) -> str:
-    """Return the name of the method from which an error came, as far as the traceback tells; else that of its region.
-
-    All regions but one are the call of one method, of which they have the name.
-    """
-    if region != "schedule":
-        return region
-    names = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
-    return next((SCHEDULING[name] for name in reversed(names) if name in SCHEDULING), region)
-
-
-class PlannedRows(NamedTuple):
-    """What a strategy's plan says of a step's rows."""
-
-    plan: Plan
+    rows: Rows
     locations: Sequence[KVLocation | None]  # by layer
+    tap: QueryTap | None
     positions: Sequence[int]  # of each row's first token
 
 
@@ -142,14 +77,14 @@ class Instance:
     def __init__(
         self, strategy: KVCache, on_fault: Callable[[StrategyError], None], observer: CallObserver | None = None
     ) -> None:
-        """Use a strategy; `on_fault` is called with each fault, once; `observer` sees which region is running."""
+        """Use a strategy; `on_fault` is called with each fault, once; `observer` sees what is running."""
         self.name = strategy.name
         self.memory: Memory = strategy.setup.memory.shared
         self._on_fault = on_fault
         self._log_again_at: dict[str, float] = {}  # by method: when a fault of it is logged again
-        self.region = Regions(self, observer or NoObserver())
+        self.guard = Guards(self.name, self.make_fault, observer or NoObserver())
         # By id, as a strategy's class of sequence may have no hash, or one that changes
-        self._open: dict[int, Seat] = {}
+        self._open: dict[int, KVSequence] = {}
         self.use(strategy)
 
     def use(self, strategy: KVCache) -> None:
@@ -159,17 +94,15 @@ class Instance:
         self.setup, self.contract = strategy.setup, strategy.contract
         self._bytes_by_tokens: dict[int, int] = {}
         self._is_plugin = hasattr(strategy, "interface_version")  # then its plans are checked before they are used
-        self.compacts = _overrides(strategy, "compact")
-        self.limits_rows = _overrides(strategy, "row_limit") or strategy.contract.max_row is not None
-        self._polls = _overrides(strategy, "poll")
-        self._retains = _overrides(strategy, "retain")
-        self._has_events = _overrides(strategy, "collect_block_events")
+        self.forks = True  # whether its sequences can be forked; known once there is one
+        self._compacting: dict[type[KVSequence], bool] = {}  # by type of sequence: whether it drops tokens
+        self._polls = getattr(strategy.poll, "__func__", None) is not KVCache.poll
         self.memory.set_owner(self.name, self)
 
     def rebuild(self, make: Callable[[], KVCache]) -> None:
         """Use the strategy that `make` builds. Raises StrategyError if that fails. No sequence may be open."""
         try:
-            with self.region["__init__"]:
+            with self.guard["__init__"]:
                 strategy = make()
                 assert isinstance(strategy.contract, Contract)
         except StrategyError:
@@ -200,74 +133,76 @@ class Instance:
     # ---------------------------------------------------------------- sequences
     def open(
         self,
-        tokens: Sequence[int],
+        ids: Sequence[int],
         *,
         salt: Salt = NO_SALT,
         max_cached: int | None = None,
         priority: int = 0,
         ttl: float | None = None,
-    ) -> Seat | None:
-        """Open a sequence, as `KVCache.open` and `retain` say. Raises StrategyError."""
+    ) -> KVSequence | None:
+        """Open a sequence for a text, as `KVCache.open` and `Text` say. Raises StrategyError."""
         self._check_in_use("open")
-        with self.region["open"]:
-            seat = self.strategy.open(tokens, salt=salt, max_cached=max_cached)
-            if seat is None:
-                return None
-            self._add(seat, count_reusable_tokens(tokens, max_cached))
-        if self._retains:
-            self._call_quietly("retain", seat, priority=priority, ttl=ttl)
-        return seat
+        text = Text(ids, salt, max_cached, priority, ttl)
+        with self.guard["open"]:
+            opened = self.strategy.open(text)
+            if opened is not None:
+                self._add(opened, text.num_reusable)
+        return opened
 
-    def fork(self, seat: Seat, length: int) -> Seat | None:
+    def fork(self, sequence: KVSequence, length: int) -> KVSequence | None:
         """Return a second sequence with the `length` tokens of a sequence; None if there is none now."""
-        with self.region["fork"]:
-            child = self.strategy.fork(seat)
+        with self.guard["fork"]:
+            child = sequence.fork()
             if child is not None:
                 self._add(child, length, least=length)
         return child
 
-    def _add(self, seat: Any, most: int, least: int = 0) -> None:
+    def _add(self, added: Any, most: int, least: int = 0) -> None:
         """Add a new sequence. Raises TypeError or ValueError, after closing it, if it is not sound."""
-        if id(seat) in self._open:
-            raise ValueError("it returned a seat that is open already")
+        if id(added) in self._open:
+            raise ValueError("it returned a sequence that is open already")
         try:
-            if not isinstance(seat, Seat):
-                raise TypeError(f"it returned {describe(seat)}, not a Seat")
-            if check_int("the length of a new seat", seat.length, most) < least:
-                raise ValueError(f"a new seat has length {seat.length} instead of {least}")
-            _check_found(seat, seat.length)
-            check_int("the room of a new seat", seat.room)
+            if not isinstance(added, KVSequence):
+                raise TypeError(f"it returned {describe(added)}, not a KVSequence")
+            if check_int("the length of a new sequence", added.length, most) < least:
+                raise ValueError(f"a new sequence has length {added.length} instead of {least}")
+            _check_found(added, added.length)
+            check_int("the room of a new sequence", added.room)
         except BaseException:
-            self._call_quietly("close", seat)
+            self._close(added)
             raise
-        self._open[id(seat)] = seat
+        self._open[id(added)] = added
+        self.forks = _overrides(type(added), KVSequence, "fork")
 
-    def close(self, seat: Seat) -> None:
-        del self._open[id(seat)]
-        self._call_quietly("close", seat)
+    def close(self, sequence: KVSequence) -> None:
+        del self._open[id(sequence)]
+        self._close(sequence)
 
-    def discard(self, seat: Seat) -> None:
+    def _close(self, sequence: Any) -> None:
+        if self.is_suspended:
+            return
+        try:
+            with self.guard["close"]:
+                sequence.close()
+        except StrategyError:
+            return
+
+    def mark_spoiled(self, sequence: KVSequence) -> None:
         """Keep others from reusing NaN; called before close()."""
-        self._call_quietly("discard", seat)
+        sequence.spoiled = True
 
-    def crop(self, seat: Seat, length: int) -> int:
-        """Drop the tokens from `length` on; return how many are left, as a strategy may drop more."""
-        with self.region["crop"]:
-            self.strategy.crop(seat, length)
-            return check_int("the length of a seat after crop()", seat.length, length)
-
-    def read_length(self, seat: Seat, known: int) -> int:
-        """Return the length of a sequence of which no row was committed; called in a region.
+    def read_length(self, sequence: KVSequence, known: int) -> int:
+        """Return the length of a sequence of which no row was committed; called under a guard.
 
         It may fall, if another sequence was closed that computed shared tokens.
         """
-        return check_int("the length of a seat", seat.length, known)
+        return check_int("the length of a sequence", sequence.length, known)
 
-    def read_found(self, seat: Seat, length: int) -> tuple[int, str | None]:
+    def read_found(self, sequence: KVSequence, length: int) -> tuple[int, str | None]:
         """Return how many of the `length` tokens of a sequence were found in the cache, and why not more."""
-        with self.region["commit"]:
-            _check_found(seat, length)
-            return seat.cached, seat.miss
+        with self.guard["commit"]:
+            _check_found(sequence, length)
+            return sequence.found, sequence.miss
 
     @property
     def num_open(self) -> int:
@@ -302,7 +237,7 @@ class Instance:
         self._check_in_use(region)
         if (known := self._bytes_by_tokens.get(num_tokens)) is not None:
             return known
-        with self.region[region]:
+        with self.guard[region]:
             found = self.memory.count_sequence_bytes(self.name, num_tokens)
             size = check_int(f"the bytes of {num_tokens} tokens", found)
         self._bytes_by_tokens[num_tokens] = size
@@ -322,7 +257,7 @@ class Instance:
             return 0
         held = self.memory.get_held_bytes(self.name)
         try:
-            with self.region["idle_bytes"]:
+            with self.guard["idle_bytes"]:
                 return max(0, min(operator.index(self.strategy.idle_bytes), held))
         except StrategyError:
             return 0
@@ -344,8 +279,10 @@ class Instance:
         """Return the pinned blocks by region, which cannot be evicted."""
         if self.is_suspended:
             return {}
+        if not isinstance(self.strategy, Pinning):
+            return {}
         try:
-            with self.region["pinned_blocks"]:
+            with self.guard["pinned_blocks"]:
                 own = self.memory.list_regions(self.name)
                 pinned = self.strategy.pinned_blocks()
                 return {region: {*map(operator.index, pinned[region])} for region in own if region in pinned}
@@ -365,60 +302,75 @@ class Instance:
         if self._polls:
             self._call_quietly("poll")
 
-    def plan(self, rows: Sequence[Row]) -> PlannedRows:
-        """Return what the strategy's plan says of rows; the plans of plug-ins are checked. Raises StrategyError."""
-        with self.region["plan"]:
-            plan = self.strategy.plan(list(rows))
-            planned = PlannedRows(plan, plan.list_kv_locations(len(self.setup.geometry.layers)), plan.list_positions())
+    def locate(self, rows: Rows, lengths: Sequence[int]) -> LocatedRows:
+        """Let the strategy locate rows after `lengths` tokens; what plug-ins say is checked. Raises StrategyError."""
+        with self.guard["locate"]:
+            locations, tap = self.strategy.locate(rows)
+            positions = [length - each.shift for length, each in zip(lengths, rows.sequences, strict=True)]
+            located = LocatedRows(rows, locations, tap, positions)
             if self._is_plugin:
-                self._check_plan(planned, rows)
+                self._check_located(located)
             most = self.setup.geometry.max_seq_len
-            for row, position in zip(rows, planned.positions, strict=True):
-                if not 0 <= position <= most - row.num_tokens:
-                    raise ValueError(f"a seat has the position {describe(position)}, and the model has {most}")
-        return planned
+            for num_tokens, position in zip(rows.counts, positions, strict=True):
+                if not 0 <= position <= most - num_tokens:
+                    raise ValueError(f"a sequence has the position {describe(position)}, and the model has {most}")
+        return located
 
-    def check_plan(self, planned: PlannedRows, rows: Sequence[Row]) -> None:
-        """Raise StrategyError if a plan's addresses or its query tap are wrong: called after a step has failed."""
-        with self.region["plan"]:
-            self._check_plan(planned, rows)
+    def check_located(self, located: LocatedRows) -> None:
+        """Raise StrategyError if a strategy's addresses or its query tap are wrong: called after a step has failed."""
+        with self.guard["locate"]:
+            self._check_located(located)
 
-    def _check_plan(self, planned: PlannedRows, rows: Sequence[Row]) -> None:
-        """Raise TypeError or ValueError if a plan's addresses or its tap are wrong."""
-        geometry, num_tokens = self.setup.geometry, sum(row.num_tokens for row in rows)
-        check_locations(planned.locations)
-        self.setup.check_slots(planned.locations, num_tokens)
+    def _check_located(self, located: LocatedRows) -> None:
+        """Raise TypeError or ValueError if a strategy's addresses or its tap are wrong."""
+        geometry, num_tokens = self.setup.geometry, located.rows.num_tokens
+        if len(located.locations) != len(geometry.layers):
+            raise ValueError(f"it located {len(located.locations)} layers, and the model has {len(geometry.layers)}")
+        check_locations(located.locations)
+        self.setup.check_slots(located.locations, num_tokens)
         if self._is_plugin:
-            check_owner(planned.locations, self.memory, self.name)
-        if planned.plan.query_tap is not None:
-            check_tap(planned.plan.query_tap, num_tokens, geometry)
+            check_owner(located.locations, self.memory, self.name)
+        if located.tap is not None:
+            check_tap(located.tap, num_tokens, geometry)
 
-    def attend(self, plan: Plan, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Let a strategy compute a layer for a plan's rows, as `Plan.attend` says. Raises StrategyError."""
-        with self.region["attend"]:
-            plan.attend(layer_idx, q, k, v, out)
+    def attend(self, rows: Rows, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Let a strategy compute a layer for its rows, as `KVCache.attend` says. Raises StrategyError."""
+        with self.guard["attend"]:
+            self.strategy.attend(layer, rows, q, k, v, out)
 
-    def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
-        """Commit a plan, as `KVCache.commit` says. Raises StrategyError."""
-        with self.region["commit"]:
-            self.strategy.commit(plan, tokens)
+    def commit(self, rows: Rows, tokens: Sequence[Sequence[int]]) -> None:
+        """Commit tokens to the sequences of rows, in their order. Raises StrategyError."""
+        with self.guard["commit"]:
+            for each, ids in zip(rows.sequences, tokens, strict=True):
+                each.commit(ids)
 
-    def compact(self, seat: Seat) -> Compaction | None:
-        """Compact a sequence, and try it once more if that fails. Raises StrategyError if it fails again.
+    def compacts(self, sequence: KVSequence) -> bool:
+        """Return whether sequences of this type drop tokens."""
+        cls = type(sequence)
+        if (known := self._compacting.get(cls)) is None:
+            known = self._compacting[cls] = _overrides(cls, KVSequence, "compact")
+        return known
+
+    def compact(self, sequence: KVSequence, length: int) -> Compaction | None:
+        """Compact a sequence of `length` tokens, and try once more if that fails. Raises StrategyError if both fail.
 
         Return the compaction (of both tries); None if nothing was compacted.
         """
         began = time.perf_counter()
         try:
-            dropped = self._compact(seat)
+            has_dropped = self._compact(sequence)
         except StrategyError:
-            dropped = self._compact(seat)
-        return None if dropped is None else Compaction(time.perf_counter() - began, dropped)
+            has_dropped = self._compact(sequence)
+        if not has_dropped:
+            return None
+        seconds = time.perf_counter() - began
+        return Compaction(
+            seconds, max(0, self.count_dropped_tokens([length]) - self.count_dropped_tokens([length - 1]))
+        )
 
-    def _compact(self, seat: Seat) -> int | None:
-        with self.region["compact"]:
-            dropped = self.strategy.compact(seat)
-            return None if dropped is None else check_int("the number of dropped tokens", dropped)
+    def _compact(self, sequence: KVSequence) -> bool:
+        with self.guard["compact"]:
+            return bool(sequence.compact())
 
     # ---------------------------------------------------------------- reports
     def report(self, method: str, kind: Any, default: T, *args: Any) -> T:
@@ -426,41 +378,55 @@ class Instance:
         if self.is_suspended:
             return default
         try:
-            with self.region[method]:
+            with self.guard[method]:
                 return to_plain(getattr(self.strategy, method)(*args), kind)  # type: ignore[no-any-return]
         except StrategyError:
             return default
 
     def usage(self) -> CacheUsage:
-        nothing = CacheUsage(self.num_open, 0, 0, 0, 0, 0, self.limit_bytes)
-        return self.report("usage", CacheUsage, nothing)
+        """Return the memory by use: as the strategy reports it, or as far as the engine knows."""
+        held, idle = self.memory.get_held_bytes(self.name), self.idle_bytes
+        known = CacheUsage(self.num_open, sum(self._read_lengths()), held, held - idle, idle, 0, self.limit_bytes)
+        return self.report("usage", CacheUsage, known) if isinstance(self.strategy, Reporting) else known
+
+    def _read_lengths(self) -> list[int]:
+        """Return the lengths of all open sequences; none after a fault."""
+        try:
+            with self.guard["usage"]:
+                return [check_int("the length of a sequence", each.length) for each in self._open.values()]
+        except StrategyError:
+            return []
 
     def blocks(self) -> Blocks:
-        return self.report("blocks", Blocks, Blocks())
+        return self.report("blocks", Blocks, Blocks()) if isinstance(self.strategy, Reporting) else Blocks()
 
-    def count_tokens(self, seats: Iterable[Seat] | None = None) -> KVTokens:
-        """Return the committed tokens of open sequences, by default of all; after a fault, as if none was dropped."""
-        seats = list(self._open.values() if seats is None else seats)
-        total, dropped = 0, 0
-        try:
-            with self.region["count_dropped_tokens"]:
-                total = sum(check_int("the length of a seat", seat.length) for seat in seats)
-                if not self.contract.exact:
-                    dropped = sum(self._count_dropped_tokens(seat) for seat in seats)
-        except StrategyError:
-            dropped = 0
-        return KVTokens(total - dropped, dropped)
+    def count_tokens(self, lengths: Iterable[int] | None = None) -> KVTokens:
+        """Return the kept and dropped tokens of sequences with these lengths, by default of all that are open.
 
-    def _count_dropped_tokens(self, seat: Seat) -> int:
-        return check_int("the number of dropped tokens", self.strategy.count_dropped_tokens(seat), seat.length)
+        After a fault none counts as dropped.
+        """
+        lengths = self._read_lengths() if lengths is None else list(lengths)
+        dropped = 0 if self.contract.exact else self.count_dropped_tokens(lengths)
+        return KVTokens(sum(lengths) - dropped, dropped)
 
-    def token_budget(self, length: int) -> int | None:
-        """Return how many tokens of a text are kept at most; None: there is no budget, or after a fault."""
+    def count_dropped_tokens(self, lengths: Iterable[int]) -> int:
+        """Return how many tokens of sequences with these lengths are dropped (visible.py); 0 after a fault."""
         if self.is_suspended:
+            return 0
+        try:
+            with self.guard["count_visible"]:
+                counted = ((each, count_dropped_tokens(self.strategy, each)) for each in lengths)
+                return sum(check_int("the number of dropped tokens", dropped, each) for each, dropped in counted)
+        except StrategyError:
+            return 0
+
+    def budget(self, length: int) -> int | None:
+        """Return how many tokens of a text are kept at most; None: there is no budget, or after a fault."""
+        if self.is_suspended or not isinstance(self.strategy, Budgeted):
             return None
         try:
-            with self.region["token_budget"]:
-                budget = self.strategy.token_budget(length)
+            with self.guard["budget"]:
+                budget = self.strategy.budget(length)
                 return None if budget is None else check_int("the budget", budget, length)
         except StrategyError:
             return None
@@ -485,7 +451,7 @@ class Instance:
             return states
         marks = states.clone()
         try:
-            with self.region["mark_blocks"]:
+            with self.guard["mark_blocks"]:
                 self.strategy.mark_blocks(region, marks)
                 if marks.shape != states.shape or marks.dtype != states.dtype:
                     raise ValueError(f"it turned the states, {list(states.shape)}, into {list(marks.shape)}")
@@ -503,10 +469,10 @@ class Instance:
         return info
 
     def collect_block_events(self) -> BlockEvents | None:
-        if not self._has_events or self.is_suspended:
+        if self.is_suspended or not isinstance(self.strategy, BlockCounting):
             return None
         try:
-            with self.region["collect_block_events"]:
+            with self.guard["collect_block_events"]:
                 events = self.strategy.collect_block_events()
                 return None if events is None else to_plain(events, BlockEvents)  # None after most steps
         except StrategyError:
@@ -514,14 +480,14 @@ class Instance:
 
     def check_integrity(self) -> None:
         """Check the strategy's bookkeeping; an AssertionError stays one, as it shows a bug."""
-        if not self.is_suspended:
+        if not self.is_suspended and isinstance(self.strategy, SelfChecking):
             self.strategy.check_integrity()
 
     # ---------------------------------------------------------------- calls
     def call(self, method: str, *args: Any, kind: Any = Any, **kwargs: Any) -> Any:
         """Return the result of an operator's command, as plain values of a type. Raises StrategyError."""
         self._check_in_use(method)
-        with self.region[method]:
+        with self.guard[method]:
             return to_plain(getattr(self.strategy, method)(*args, **kwargs), kind)
 
     def _call_quietly(self, method: str, *args: Any, **kwargs: Any) -> None:
@@ -529,7 +495,7 @@ class Instance:
         if self.is_suspended:
             return
         try:
-            with self.region[method]:
+            with self.guard[method]:
                 getattr(self.strategy, method)(*args, **kwargs)
         except StrategyError:
             return
@@ -539,11 +505,11 @@ class Instance:
             raise StrategyError(self.name, method, "the instance is in quarantine")
 
 
-def _check_found(seat: Seat, length: int) -> None:
-    """Raise TypeError or ValueError unless what a seat says of its cached tokens can be sent to a client."""
-    check_int("the number of cached tokens of a seat", seat.cached, length)
-    if seat.miss not in MISSES:
-        raise ValueError(f"a seat has the unknown miss {describe(seat.miss)}")
+def _check_found(sequence: KVSequence, length: int) -> None:
+    """Raise TypeError or ValueError unless what a sequence says of its cached tokens can be sent to a client."""
+    check_int("the number of found tokens of a sequence", sequence.found, length)
+    if sequence.miss not in MISSES:
+        raise ValueError(f"a sequence has the unknown miss {describe(sequence.miss)}")
 
 
 def check_int(what: str, found: Any, most: int = 2**62) -> int:
@@ -564,6 +530,6 @@ def to_plain(found: Any, kind: Any) -> Any:
     return msgspec.convert(builtins, kind)
 
 
-def _overrides(strategy: KVCache, method: str) -> bool:
-    """Return whether a strategy has a method of its own: that of the base class does nothing, and is not called."""
-    return getattr(getattr(strategy, method), "__func__", None) is not getattr(KVCache, method)
+def _overrides(cls: type, base: type, method: str) -> bool:
+    """Return whether a class has a method of its own: that of the base class does nothing, and is not called."""
+    return getattr(cls, method) is not getattr(base, method)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache_strategies.base import Row
 from cache_strategies.errors import StrategyError
 from kernels.tracing import Tracer
 from server.engine.batch import Batch, RowInput
@@ -106,7 +105,7 @@ class ModelRunner:
         except StrategyError:
             raise
         except Exception:
-            batch.check_plans()
+            batch.check_located()
             raise
 
     def run_dummy_step(self) -> None:
@@ -116,12 +115,12 @@ class ModelRunner:
 
 def _make_row_input(scheduled: Scheduled) -> RowInput:
     request, num_tokens, draft, samples, scores_prompt, num_observed = scheduled
-    seat, first = request.seat, request.num_computed_tokens
-    assert seat is not None
-    tokens = [*request.tokens[first : first + num_tokens], *draft]
+    sequence, length = request.sequence, request.num_computed_tokens
+    assert sequence is not None
+    tokens = [*request.tokens[length : length + num_tokens], *draft]
     num_logits = num_tokens if scores_prompt else samples + len(draft)
     num_logits = num_logits if num_observed is None else num_observed
-    return RowInput(request.instance, Row(seat, len(tokens)), tokens, num_logits)
+    return RowInput(request.instance, sequence, length, tokens, num_logits)
 
 
 def _find_waiting_siblings(parent: SamplerInput) -> list[SamplerInput]:
@@ -129,7 +128,7 @@ def _find_waiting_siblings(parent: SamplerInput) -> list[SamplerInput]:
     return [
         SamplerInput(sibling, (), parent.first_logit_row)
         for sibling in parent.request.siblings
-        if sibling.waits_for_sibling and sibling.seat is None
+        if sibling.waits_for_sibling and sibling.sequence is None
     ]
 
 
@@ -149,7 +148,7 @@ def run_step(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterator[Ro
         log.exception("a step of %d rows failed; its rows run again one by one", len(scheduled))
     else:
         return
-    yield from _run_one_by_one(runner, [s for s in scheduled if s.request.seat is not None])
+    yield from _run_one_by_one(runner, [s for s in scheduled if s.request.sequence is not None])
 
 
 def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
@@ -172,7 +171,7 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
                 scheduled = [s for s in scheduled if s.request not in failed]
                 yield [RequestFailure.from_fault(request, error) for request in failed]
                 # An extension's row may have ended with the request that it belongs to
-                scheduled = [s for s in scheduled if s.request.seat is not None]
+                scheduled = [s for s in scheduled if s.request.sequence is not None]
             failed_before.add(error.instance)
         else:
             yield output
@@ -193,9 +192,11 @@ def _run_one_by_one(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iter
     """
     errors: list[Exception] = []
     all_failed = True
+    for instance in {row.request.instance for row in scheduled}:
+        instance.poll()  # ends what was promised to rows of the same step
     for row in scheduled:
         try:
-            if row.request.seat is None or not _is_unchanged(row.request):
+            if row.request.sequence is None or not _is_unchanged(row.request):
                 continue
             yield from _run_together(runner, [row])
         except Exception as error:
@@ -217,5 +218,5 @@ def _is_unchanged(request: Request) -> bool:
     if request.has_committed:
         return True
     length = request.num_computed_tokens
-    with request.instance.region["schedule"]:
+    with request.instance.guard["schedule"]:
         return update_length(request) and request.num_computed_tokens == length

@@ -19,7 +19,7 @@ class Event(NamedTuple):
 
 def report_progress(request: Request) -> list[Event]:
     """Return the event that tells how much of a request's prompt is computed; none once it has an output."""
-    if request.num_output_tokens or request.seat is None:
+    if request.num_output_tokens or request.sequence is None:
         return []
     worker, request_id = request.key
     return [Event(worker, Progress(request_id, min(request.num_computed_tokens, request.num_prompt_tokens)))]

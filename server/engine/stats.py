@@ -113,7 +113,7 @@ def make_request_record(
         kv_bytes=request.kv_bytes if times.admitted else 0,
         kept_tokens=tokens.kept,
         dropped_tokens=tokens.dropped,
-        budget_tokens=None if outcome == "error" else request.instance.token_budget(sum(tokens)),
+        budget_tokens=None if outcome == "error" else request.instance.budget(sum(tokens)),
         compactions=request.num_compactions,
         compaction_seconds=request.compaction_seconds,
         queue_seconds=between(times.arrived, times.admitted),

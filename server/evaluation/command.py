@@ -247,9 +247,8 @@ def evaluate(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> 
 
 def compute_max_row_tokens(core: Core, instances: Sequence[Instance]) -> int:
     """Return how many tokens of a document one step can compute under all strategies, within MAX_LOGITS logits."""
-    rows = [each.contract.max_row for each in instances if each.contract.max_row is not None]
     step_tokens = min(core.scheduler.limits.max_num_batched_tokens, MAX_LOGITS // core.model.info.vocab_size)
-    return max(1, min([step_tokens // len(instances), *rows]))
+    return max(1, step_tokens // len(instances))
 
 
 def order_strategies(instances: Mapping[str, Instance], names: Sequence[str]) -> list[str]:

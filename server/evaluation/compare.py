@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cache_strategies.base import Row, Seat
+from cache_strategies.base import KVSequence
 from config.errors import SettingsError
 from server.engine.batch import Batch, RowInput
 from server.engine.instance import Instance
@@ -71,7 +71,7 @@ def compare(
 ) -> list[Fidelity]:
     """Run the documents under each instance, and return the fidelity of each one to instances[0].
 
-    A step computes `row_tokens` tokens of a document, or as few as the row_limit() of a strategy; 1 is as in decoding.
+    A step computes `row_tokens` tokens of a document, or as few as the `stop` of a sequence says; 1 is as in decoding.
     `on_tokens_read` is called after each step with its number of tokens. Raises SettingsError if there is no room for
     the longest document under every instance, before any is computed, or if logits are NaN or infinite.
     """
@@ -80,13 +80,13 @@ def compare(
     for document in documents:
         # [strategy, position in the document]: whether the strategy predicted the token
         known = torch.zeros(len(instances), len(document.ids), dtype=torch.bool)
-        with _open_seats(instances, document) as seats:
+        with _open_sequences(instances, document) as sequences:
             first = 0
             while first < len(document.ids) - 1:
-                limits = (_limit_row(*each, row_tokens) for each in zip(instances, seats, strict=True))
+                limits = (_limit_row(*each, row_tokens) for each in zip(instances, sequences, strict=True))
                 n = min(limits)
                 tokens = document.ids[first : first + n + 1]  # the last is only predicted, not an input
-                logits = _run_step(model, instances, seats, tokens[:-1])
+                logits = _run_step(model, instances, sequences, tokens[:-1])
                 targets = torch.tensor(tokens[1:], device=logits.device)
                 known[:, first + 1 : first + len(tokens)] = update_fidelities(results, logits, targets)
                 on_tokens_read(len(targets))
@@ -96,15 +96,17 @@ def compare(
     return results
 
 
-def _run_step(model: Model, instances: Sequence[Instance], seats: Sequence[Seat], tokens: Sequence[int]) -> Tensor:
+def _run_step(
+    model: Model, instances: Sequence[Instance], sequences: Sequence[KVSequence], tokens: Sequence[int]
+) -> Tensor:
     """Compute the n `tokens` under each of S instances in one batch; return their logits [S, n, V].
 
     Raises SettingsError if the memory is full or logits are NaN or infinite, StrategyError if a strategy fails.
     """
     n = len(tokens)
     row_inputs = [
-        RowInput(each, Row(_grow_seat(each, seat, n), n), tokens, num_logits=n)
-        for each, seat in zip(instances, seats, strict=True)
+        RowInput(each, _reserve(each, sequence, n), sequence.length, tokens, num_logits=n)
+        for each, sequence in zip(instances, sequences, strict=True)
     ]
     batch = Batch(row_inputs, model.device)
     assert batch.row_order == list(range(len(row_inputs))), "each strategy has one row, so the order is unchanged"
@@ -134,21 +136,21 @@ def update_fidelities(results: Sequence[Fidelity], logits: Tensor, targets: Tens
 
 
 @contextmanager
-def _open_seats(instances: Sequence[Instance], document: Document) -> Iterator[list[Seat]]:
-    """Open a seat in each instance for a document, without using cached prefixes; at exit, empty the instances again.
+def _open_sequences(instances: Sequence[Instance], document: Document) -> Iterator[list[KVSequence]]:
+    """Open a sequence in each instance for a document, without cached prefixes; at exit, empty the instances again.
 
     Raises SettingsError if there is no room for the document.
     """
     with ExitStack() as stack:
-        seats = []
+        sequences = []
         for instance in instances:
             stack.callback(_evict_idle, instance)
-            seat = instance.open(document.ids[:-1], max_cached=0)  # the last token is only predicted, not an input
-            if seat is None:
+            opened = instance.open(document.ids[:-1], max_cached=0)  # the last token is only predicted, not an input
+            if opened is None:
                 raise _no_room_error(instance)
-            stack.callback(instance.close, seat)
-            seats.append(seat)
-        yield seats
+            stack.callback(instance.close, opened)
+            sequences.append(opened)
+        yield sequences
 
 
 def _evict_idle(instance: Instance) -> None:
@@ -158,23 +160,23 @@ def _evict_idle(instance: Instance) -> None:
 
 def _check_room(instances: Sequence[Instance], longest: Document) -> None:
     tokens = len(longest.ids) - 1
-    with _open_seats(instances, longest) as seats:
-        for instance, seat in zip(instances, seats, strict=True):
-            _grow_seat(instance, seat, min(tokens, instance.contract.max_row or tokens))
+    with _open_sequences(instances, longest) as sequences:
+        for instance, sequence in zip(instances, sequences, strict=True):
+            _reserve(instance, sequence, _limit_row(instance, sequence, tokens))
 
 
-def _limit_row(instance: Instance, seat: Seat, num_tokens: int) -> int:
-    """Return how many of `num_tokens` tokens the next row of a seat may have."""
-    with instance.region["schedule"]:
-        return limit_row(instance, seat, num_tokens)
+def _limit_row(instance: Instance, sequence: KVSequence, num_tokens: int) -> int:
+    """Return how many of `num_tokens` tokens the next row of a sequence may have."""
+    with instance.guard["schedule"]:
+        return limit_row(sequence, sequence.length, num_tokens)
 
 
-def _grow_seat(instance: Instance, seat: Seat, more: int) -> Seat:
-    with instance.region["schedule"]:
-        is_grown = has_room(instance, seat, seat.length, more)
-    if not is_grown:
+def _reserve(instance: Instance, sequence: KVSequence, more: int) -> KVSequence:
+    with instance.guard["schedule"]:
+        is_reserved = has_room(sequence, sequence.length, more)
+    if not is_reserved:
         raise _no_room_error(instance)
-    return seat
+    return sequence
 
 
 def _no_room_error(instance: Instance) -> SettingsError:

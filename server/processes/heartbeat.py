@@ -128,7 +128,7 @@ class Recovery:
         return max(0.0, expected - monotonic()) if expected else float(self._start_seconds.value)
 
 
-SCHEDULING = "ready, row_limit or grow"  # the methods that are called while a row is scheduled
+SCHEDULING = "ready or reserve"  # the methods that are called while a row is scheduled
 
 
 class StuckCall(NamedTuple):
@@ -145,12 +145,12 @@ class StrategyCalls:
     If a call never returns, the engine cannot say so itself. Implements `CallObserver` of engine/calls.py.
     """
 
-    # Of KVCache and of optional protocols. schedule stands for ready, row_limit and grow; estimate_bytes is sizes,
-    # called for a report
+    # Of KVCache, of its sequences and of optional protocols. schedule stands for ready, reserve and fields;
+    # estimate_bytes is sizes, called for a report
     METHODS = (
-        *("__init__", "open", "retain", "schedule", "crop", "fork", "discard", "close", "sizes"),
-        *("idle_bytes", "evict", "pinned_blocks", "poll", "plan", "attend", "commit", "compact"),
-        *("estimate_bytes", "usage", "blocks", "count_dropped_tokens", "token_budget", "collect_block_events"),
+        *("__init__", "open", "schedule", "fork", "close", "sizes"),
+        *("idle_bytes", "evict", "pinned_blocks", "poll", "locate", "attend", "commit", "compact"),
+        *("estimate_bytes", "usage", "blocks", "count_visible", "budget", "collect_block_events"),
         *("clear", "pin", "pin_prefix", "unpin", "pins", "drop_prefix", "list_prefixes"),
         *("block_naming", "list_block_names"),
         *("inspect", "mark_blocks", "describe_block"),

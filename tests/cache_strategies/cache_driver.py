@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cache_strategies import registry
-from cache_strategies.base import KVCache, Row, Seat
-from cache_strategies.block_table import BlockTableCache, TableSeat
+from cache_strategies.base import KVCache, KVSequence, Rows
+from cache_strategies.block_table import BlockTableCache, TableSequence
 from cache_strategies.contiguous import ContiguousCache
+from cache_strategies.features import Gathering, SelfChecking
 from cache_strategies.memory import find_space, make_memory
-from cache_strategies.paged.cache import PagedCache
-from cache_strategies.paged.seat import PagedSeat
-from cache_strategies.types import NO_SALT, Geometry, Salt, count_reusable_tokens
+from cache_strategies.paged.cache import PagedCache, PagedSequence
+from cache_strategies.types import NO_SALT, Geometry, Salt, Text, count_reusable_tokens
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
 from server.engine.instance import Instance
@@ -31,8 +32,8 @@ def make_cache(
     seats: int = 8,
     max_seq_len: int = 64,
     layers: Sequence[LayerSpec] = (LAYER,),
-    **options: int | bool,
-) -> KVCache:
+    **options: int | bool | str,
+) -> Any:
     """Return an instance called "it", alone in its memory; what was never written is NaN.
 
     The memory has room for `blocks` blocks of the instance's first region.
@@ -61,77 +62,90 @@ def make_paged(
     return cache
 
 
-def count_bytes(cache: KVCache, num_tokens: int) -> int:
+def count_bytes(cache: KVCache[Any], num_tokens: int) -> int:
     """Return the most bytes that a sequence of `num_tokens` tokens holds at one time, as sizes() says."""
     return cache.setup.memory.shared.count_sequence_bytes(cache.name, num_tokens)
 
 
-def get_block_bytes(cache: KVCache) -> int:
+def get_block_bytes(cache: KVCache[Any]) -> int:
     """Return the bytes that a block of a cache's first region takes."""
     return cache.setup.memory.regions[0].size
 
 
-def get_token_bytes(cache: KVCache) -> float:
+def get_token_bytes(cache: KVCache[Any]) -> float:
     """Return the bytes of a token's keys and values."""
     return sum(store.block_bytes / store.block_size for store in cache.stores)
 
 
-def count_held_blocks(cache: KVCache) -> int:
+def count_held_blocks(cache: KVCache[Any]) -> int:
     """Return the number of blocks that a cache holds in all its regions."""
     return sum(region.num_held for region in cache.setup.memory.regions)
 
 
-def count_free_blocks(cache: KVCache) -> int:
+def count_free_blocks(cache: KVCache[Any]) -> int:
     """Return how many blocks of a cache's first region fit into the memory that nothing holds."""
     return cache.setup.memory.shared.free_bytes // cache.setup.memory.regions[0].size
 
 
-def evict(cache: KVCache, blocks: int) -> int:
+def evict(cache: KVCache[Any], blocks: int) -> int:
     """Free idle memory of at least so many blocks of a cache's first region; return how many were freed."""
     size = cache.setup.memory.regions[0].size
     return cache.evict(blocks * size) // size
 
 
-def open_seat(
-    cache: KVCache, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None
-) -> PagedSeat:
-    """Open a seat; there must be room for it."""
-    seat = cache.open(tokens, salt=salt, max_cached=max_cached)
-    assert seat is not None, "no room"
-    return seat  # type: ignore[return-value]
+def open_sequence(
+    cache: KVCache[Any],
+    tokens: Sequence[int],
+    *,
+    salt: Salt = NO_SALT,
+    max_cached: int | None = None,
+    priority: int = 0,
+    ttl: float | None = None,
+) -> PagedSequence:
+    """Open a sequence; there must be room for it."""
+    sequence: PagedSequence | None = cache.open(Text(tokens, salt, max_cached, priority, ttl))
+    assert sequence is not None, "no room"
+    return sequence
 
 
 def find_cached(
-    cache: KVCache | Instance, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None
+    cache: KVCache[Any] | Instance, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None
 ) -> int:
     """Return how many tokens of a prompt open() would find cached now, by its own look-up; change nothing."""
     inner = cache.strategy if isinstance(cache, Instance) else cache
     if isinstance(inner, ContiguousCache):
-        return inner._find_reusable_block(tokens, salt, max_cached)[1]
+        return inner._find_reusable_block(Text(tokens, salt, max_cached))[1]
     if isinstance(inner, PagedCache):
         limit = count_reusable_tokens(tokens, max_cached)
         return inner._find_prefix(inner._hash_blocks(tokens, salt), limit)[0] * inner.block_size
     return 0
 
 
-def enter(cache: KVCache, *rows: tuple[Seat, Sequence[int]]) -> None:
-    """Run one step that appends these tokens to the seats."""
+def enter(cache: KVCache[Any], *rows: tuple[KVSequence, Sequence[int]]) -> None:
+    """Run one step that appends these tokens to the sequences."""
     cache.poll()
-    for seat, tokens in rows:
-        assert cache.grow(seat, len(tokens)), "no room"
+    for sequence, tokens in rows:
+        assert sequence.reserve(len(tokens)), "no room"
     write(cache, *rows)
 
 
-def write(cache: KVCache, *rows: tuple[Seat, Sequence[int]], commit: bool = True) -> None:
-    """Plan, write keys and values and, unless `commit` is False, commit: a step without growing the seats."""
+def write(cache: KVCache[Any], *rows: tuple[KVSequence, Sequence[int]], commit: bool = True) -> None:
+    """Locate, write keys and values and, unless `commit` is False, commit: a step without reserve()."""
     rows = tuple(sorted(rows, key=lambda row: len(row[1]) > 1))
-    plan = cache.plan([Row(seat, len(tokens)) for seat, tokens in rows])
-    entries = torch.cat([_entry(seat.length, tokens) for seat, tokens in rows])
+    located = Rows([sequence for sequence, _ in rows], [len(tokens) for _, tokens in rows])
+    locations, _ = cache.locate(located)
+    entries = torch.cat([_entry(sequence.length, tokens) for sequence, tokens in rows])
     for layer, spec in enumerate(cache.setup.geometry.layers):
         q, k = (entries.repeat(1, heads, 1) for heads in (spec.num_q_heads, spec.num_kv_heads))
-        cache.attend(plan, layer, q, k, -k, torch.empty_like(q))
+        if (location := locations[layer]) is None:
+            cache.attend(layer, located, q, k, -k, torch.empty_like(q))
+            continue
+        ops, window = cache.setup.ops, location.window
+        ops.write_kv(location.store, layer, k, -k, location.at)
+        ops.attend(torch.empty_like(q), q, location.store, layer, location.at, spec, window=window)
     if commit:
-        cache.commit(plan, [tokens for _, tokens in rows])
+        for sequence, tokens in rows:
+            sequence.commit(tokens)
 
 
 def _entry(start: int, tokens: Sequence[int]) -> Tensor:
@@ -143,21 +157,27 @@ def _entry(start: int, tokens: Sequence[int]) -> Tensor:
 
 
 def read_prompt(
-    cache: KVCache, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None
-) -> PagedSeat:
-    """Open a seat for a prompt and prefill it in one step."""
-    seat = open_seat(cache, tokens, salt=salt, max_cached=max_cached)
-    enter(cache, (seat, tokens[seat.length :]))
-    return seat
+    cache: KVCache[Any],
+    tokens: Sequence[int],
+    *,
+    salt: Salt = NO_SALT,
+    max_cached: int | None = None,
+    priority: int = 0,
+    ttl: float | None = None,
+) -> PagedSequence:
+    """Open a sequence for a prompt and prefill it in one step."""
+    sequence = open_sequence(cache, tokens, salt=salt, max_cached=max_cached, priority=priority, ttl=ttl)
+    enter(cache, (sequence, tokens[sequence.length :]))
+    return sequence
 
 
-def stored_tokens(cache: KVCache, seat: Seat) -> list[int]:
-    """Return the tokens whose keys and values are in the memory of a seat; for strategies that keep all of them."""
+def stored_tokens(cache: KVCache[Any], sequence: KVSequence) -> list[int]:
+    """Return the tokens whose keys and values are in a sequence's memory; for strategies that keep all of them."""
     assert isinstance(cache, BlockTableCache)
-    assert isinstance(seat, TableSeat)
+    assert isinstance(sequence, TableSequence)
     size, tokens = cache.store.block_size, []
-    for position in range(seat.length):
-        block, slot = seat.blocks[position // size], position % size
+    for position in range(sequence.length):
+        block, slot = sequence.blocks[position // size], position % size
         k, v = cache.store.k(0)[block, 0, slot], cache.store.v(0)[block, 0, slot]
         assert torch.equal(k, -v)
         assert k[1] == position
@@ -165,21 +185,27 @@ def stored_tokens(cache: KVCache, seat: Seat) -> list[int]:
     return tokens
 
 
-def visible_tokens(cache: KVCache, seat: Seat, layer: int) -> list[int]:
-    """Return the tokens that the seat's next token sees in a layer, itself not included; their positions are checked.
+def visible_tokens(cache: KVCache[Any], sequence: KVSequence, layer: int) -> list[int]:
+    """Return the tokens that a sequence's next token sees in a layer, without itself; their positions are checked.
 
-    The step is planned and not committed.
+    The row is located and not committed.
     """
-    assert cache.grow(seat, 1)
-    k, v, positions = cache.plan([Row(seat, 1)]).gather_kv(layer, 0)
+    assert sequence.reserve(1)
+    assert isinstance(cache, Gathering)
+    rows = Rows([sequence], [1])
+    cache.locate(rows)
+    k, v, positions = cache.gather(layer, rows, 0)
     assert torch.equal(k[:-1], -v[:-1])
-    assert k[:-1, 0, 1].tolist() == positions[:-1].tolist() == list(range(seat.length - len(k) + 1, seat.length))
+    assert (
+        k[:-1, 0, 1].tolist() == positions[:-1].tolist() == list(range(sequence.length - len(k) + 1, sequence.length))
+    )
     return [int(token) for token in k[:-1, 0, 0]]
 
 
-def assert_nothing_leaked(cache: KVCache) -> None:
-    """Assert that all memory is free once idle blocks are evicted, when no seat is open."""
+def assert_nothing_leaked(cache: KVCache[Any]) -> None:
+    """Assert that all memory is free once idle blocks are evicted, when no sequence is open."""
     memory = cache.setup.memory.shared
+    assert isinstance(cache, SelfChecking)
     cache.check_integrity()
     cache.evict(memory.total_bytes)
     cache.check_integrity()

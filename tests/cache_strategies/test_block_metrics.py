@@ -10,7 +10,7 @@ from cache_strategies import registry
 from cache_strategies.base import CacheSetup
 from cache_strategies.eviction.block_metrics import MAX_SAMPLES, BlockMetrics
 from cache_strategies.types import NO_SALT, BlockEvents, Blocks
-from tests.cache_strategies.cache_driver import BLOCK, enter, make_cache, make_paged, open_seat, read_prompt
+from tests.cache_strategies.cache_driver import BLOCK, enter, make_cache, make_paged, open_sequence, read_prompt
 from tests.cache_strategies.eviction.test_queue import Clock
 
 TEXT = list(range(10, 20))  # two blocks of 4, and two tokens
@@ -28,10 +28,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_ages_of_paged_blocks(clock: Clock) -> None:
     cache = make_paged(blocks=3)
     clock.now = 1.0
-    first = open_seat(cache, TEXT)  # its two full blocks get their names
+    first = open_sequence(cache, TEXT)  # its two full blocks get their names
     enter(cache, (first, TEXT))
     clock.now = 4.0
-    cache.close(first)
+    first.close()
     assert cache.collect_block_events() is None, "a block without a name leaves nothing to tell"
     clock.now = 6.0
     second = read_prompt(cache, TEXT)
@@ -45,7 +45,7 @@ def test_ages_of_paged_blocks(clock: Clock) -> None:
         ),
     )
     clock.now = 7.0
-    cache.close(second)
+    second.close()
     clock.now = 10.0
     read_prompt(cache, OTHER)  # takes all the memory there is
     assert cache.collect_block_events() == (
@@ -69,11 +69,11 @@ def test_ages_of_contiguous_runs(clock: Clock) -> None:
     clock.now = 1.0
     first = read_prompt(cache, TEXT)
     clock.now = 4.0
-    cache.close(first)
+    first.close()
     clock.now = 6.0
     second = read_prompt(cache, [*TEXT, 1])
     assert cache.collect_block_events() == (0, (), (), (2.0,))
-    cache.close(second)
+    second.close()
     clock.now = 9.0
     read_prompt(cache, OTHER)
     assert cache.collect_block_events() == (0, (8.0,), (3.0,), ())
@@ -82,7 +82,7 @@ def test_ages_of_contiguous_runs(clock: Clock) -> None:
 
 def test_what_is_cleared_was_not_evicted(clock: Clock) -> None:
     for cache in (make_paged(), make_cache("contiguous")):
-        cache.close(read_prompt(cache, TEXT))
+        read_prompt(cache, TEXT).close()
         cache.clear()  # type: ignore[attr-defined]
         cache.check_integrity()
         assert cache.collect_block_events() is None
@@ -91,7 +91,7 @@ def test_what_is_cleared_was_not_evicted(clock: Clock) -> None:
 def test_copies_on_write() -> None:
     cache = make_paged()
     parent = read_prompt(cache, TEXT)
-    child = cache.fork(parent)
+    child = parent.fork()
     assert child is not None
     enter(cache, (child, [1]))
     assert cache.collect_block_events() == BlockEvents(copies=1)
@@ -103,11 +103,11 @@ def test_blocks_by_state() -> None:
     cache = make_paged()
     assert cache.blocks() == Blocks()
     parent = read_prompt(cache, TEXT)
-    assert cache.fork(parent)
-    waiting = open_seat(cache, OTHER)
+    assert parent.fork()
+    waiting = open_sequence(cache, OTHER)
     assert cache.blocks() == Blocks(in_use=6, shared=3, pending=2)
     enter(cache, (waiting, OTHER))
-    cache.close(waiting)
+    waiting.close()
     pin = cache.pin(OTHER[:BLOCK], salt=NO_SALT, ttl=60)
     assert cache.blocks() == Blocks(in_use=3, shared=3, pinned=1, idle=1)
     assert cache.unpin(pin.id)
@@ -117,9 +117,9 @@ def test_blocks_by_state() -> None:
 @pytest.mark.parametrize(("kind", "left"), [("contiguous", 1), ("sliding_window", 0)])
 def test_a_run_is_a_block(kind: str, left: int) -> None:
     cache = make_cache(kind)
-    seats = [read_prompt(cache, text) for text in (TEXT, OTHER)]
+    sequences = [read_prompt(cache, text) for text in (TEXT, OTHER)]
     assert cache.blocks() == Blocks(in_use=2)
-    cache.close(seats[0])
+    sequences[0].close()
     assert cache.blocks() == Blocks(in_use=1, idle=left)
 
 

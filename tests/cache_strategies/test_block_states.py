@@ -18,7 +18,7 @@ from tests.cache_strategies.cache_driver import (
     enter,
     make_cache,
     make_paged,
-    open_seat,
+    open_sequence,
     read_prompt,
 )
 
@@ -46,9 +46,9 @@ def test_blocks_of_two_sequences_are_shared_until_one_ends(kind: str) -> None:
     first = read_prompt(cache, [*TEXT, 1])
     second = read_prompt(cache, [*TEXT, 2])
     assert count_states(cache) == {"SHARED": 4 * heads, "IN_USE": 2 * heads}
-    cache.close(second)
+    second.close()
     assert count_states(cache) == {"IN_USE": 5 * heads}
-    cache.close(first)
+    first.close()
     assert count_states(cache) == {"IDLE": 4 * heads}
     cache.evict(cache.idle_bytes)
     assert not count_states(cache)
@@ -56,35 +56,35 @@ def test_blocks_of_two_sequences_are_shared_until_one_ends(kind: str) -> None:
 
 def test_blocks_that_others_wait_for_are_pending_until_they_are_computed() -> None:
     cache = make_paged()
-    seat = open_seat(cache, [*TEXT, 1])
-    waiting = open_seat(cache, [*TEXT, 2])
+    sequence = open_sequence(cache, [*TEXT, 1])
+    waiting = open_sequence(cache, [*TEXT, 2])
     assert count_states(cache) == {"PENDING": 4, "IN_USE": 2}
-    enter(cache, (seat, TEXT[:8]))
+    enter(cache, (sequence, TEXT[:8]))
     assert count_states(cache) == {"PENDING": 2, "SHARED": 2, "IN_USE": 2}
-    cache.close(waiting)
+    waiting.close()
     assert count_states(cache) == {"PENDING": 2, "IN_USE": 3}
 
 
 def test_a_pinned_block_stays_pinned_while_it_is_used() -> None:
     cache = make_paged()
-    cache.close(read_prompt(cache, [*TEXT, 1]))
+    read_prompt(cache, [*TEXT, 1]).close()
     pin = cache.pin(TEXT[:8], salt=NO_SALT, ttl=60)
     assert count_states(cache) == {"PINNED": 2, "IDLE": 2}
-    seat = open_seat(cache, [*TEXT, 1])
+    sequence = open_sequence(cache, [*TEXT, 1])
     assert count_states(cache) == {"PINNED": 2, "IN_USE": 3}
     cache.unpin(pin.id)
     assert count_states(cache) == {"IN_USE": 5}
-    cache.close(seat)
+    sequence.close()
     assert count_states(cache) == {"IDLE": 4}
 
 
 def test_blocks_in_all_regions_are_marked_in_models_with_windows() -> None:
     cache = make_paged(layers=[LAYER, WINDOW, LAYER])
-    seat = read_prompt(cache, [*TEXT, 1])
+    sequence = read_prompt(cache, [*TEXT, 1])
     held, passed = count_held_blocks(cache), cache.blocks().idle  # of the layer with a window, which has passed them
     assert count_states(cache) == {"IN_USE": held - passed, "IDLE": passed}
     assert passed > 0
-    cache.close(seat)
+    sequence.close()
     assert count_states(cache) == {"IDLE": cache.blocks().idle}
     assert cache.blocks().idle > passed
 
@@ -93,7 +93,7 @@ def test_a_contiguous_cache_marks_the_blocks_of_closed_sequences() -> None:
     cache = make_cache("contiguous")
     first = read_prompt(cache, [*TEXT, 1])
     assert not count_states(cache)  # what is not marked is in use
-    cache.close(first)
+    first.close()
     assert count_states(cache) == {"IDLE": 1}
 
 
@@ -117,8 +117,8 @@ def test_every_allocation_of_a_block_says_which_tokens_it_holds(kind: str) -> No
     assert isinstance(cache, PagedCache)
     first = read_prompt(cache, [*TEXT, 1, 2])
     second = read_prompt(cache, [*TEXT, 3])
-    for seat, last in ((first, 2), (second, 1)):
-        for i, block in enumerate(seat.blocks):
+    for sequence, last in ((first, 2), (second, 1)):
+        for i, block in enumerate(sequence.blocks):
             for number in cache.pool.columns(block):
                 tokens, references = (4, 2) if i < 4 else (last, 1)
                 assert place_of(describe(cache, number)) == (4 * i, tokens, references)
@@ -131,11 +131,11 @@ def test_every_allocation_of_a_block_says_which_tokens_it_holds(kind: str) -> No
 
 def test_a_block_has_the_references_of_sequences_and_pins() -> None:
     cache = make_paged()
-    seat = read_prompt(cache, [*TEXT, 1])
-    block, last = seat.blocks[1], seat.blocks[3]
+    sequence = read_prompt(cache, [*TEXT, 1])
+    block, last = sequence.blocks[1], sequence.blocks[3]
     cache.pin(TEXT[:8], salt=NO_SALT, ttl=60), cache.pin(TEXT, salt=NO_SALT, ttl=60)
     assert (describe(cache, block).references, describe(cache, block).num_pins) == (1, 2)
-    cache.close(seat)
+    sequence.close()
     pinned = describe(cache, block)
     assert (pinned.references, pinned.num_pins, pinned.idle) == (0, 2, None)
     for pin in cache.pins():
@@ -151,20 +151,20 @@ def test_a_block_has_the_references_of_sequences_and_pins() -> None:
 
 def test_a_pending_block_has_the_tokens_that_are_computed() -> None:
     cache = make_paged()
-    seat, _ = open_seat(cache, [*TEXT, 1]), open_seat(cache, [*TEXT, 2])
-    assert place_of(describe(cache, seat.blocks[1])) == (4, 0, 2)
-    enter(cache, (seat, TEXT[:6]))
-    assert [place_of(describe(cache, block)) for block in seat.blocks[:3]] == [(0, 4, 2), (4, 2, 2), (8, 0, 2)]
+    sequence, _ = open_sequence(cache, [*TEXT, 1]), open_sequence(cache, [*TEXT, 2])
+    assert place_of(describe(cache, sequence.blocks[1])) == (4, 0, 2)
+    enter(cache, (sequence, TEXT[:6]))
+    assert [place_of(describe(cache, block)) for block in sequence.blocks[:3]] == [(0, 4, 2), (4, 2, 2), (8, 0, 2)]
 
 
 def test_blocks_of_layers_with_a_window_are_described_like_others() -> None:
     cache = make_paged(layers=[LAYER, WINDOW, LAYER])
-    seat = read_prompt(cache, [*TEXT, 1])
+    sequence = read_prompt(cache, [*TEXT, 1])
     full, windowed = (
         sorted(place_of(describe(cache, block, number)) for block in region.placement.list_used())
         for number, region in enumerate(cache.setup.memory.regions)
     )
-    held = sorted(seat.windowed[0])
+    held = sorted(sequence.windowed[0])
     assert full == [(4 * i, 4 if i < 4 else 1, 1) for i in range(5)]
     assert windowed == [(4 * i, 4 if i < 4 else 1, int(i in held)) for i in range(5)]
     assert len(held) < 5
@@ -172,11 +172,11 @@ def test_blocks_of_layers_with_a_window_are_described_like_others() -> None:
 
 def test_a_block_of_a_contiguous_cache_has_all_tokens_of_its_sequence() -> None:
     cache = make_cache("contiguous")
-    seat = read_prompt(cache, [*TEXT, 1])
-    block = seat.blocks[0]
+    sequence = read_prompt(cache, [*TEXT, 1])
+    block = sequence.blocks[0]
     assert place_of(describe(cache, block)) == (0, 17, 1)
     assert describe(cache, block).idle is None
-    cache.close(seat)
+    sequence.close()
     idle = describe(cache, block)
     assert place_of(idle) == (0, 17, 0)
     assert idle.idle is not None

@@ -10,20 +10,21 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from cache_strategies import registry
-from cache_strategies.base import Row
+from cache_strategies.base import Rows
 from cache_strategies.mirrored.attention import QUERY_TILE, attend_to_mirror
-from cache_strategies.mirrored.cache import MirroredCache, MirroredSeat
+from cache_strategies.mirrored.cache import MirroredCache, MirroredSequence
+from cache_strategies.types import Text as CachedText
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
 from plugin_kit.driver.reference import attention, visible_keys
 from plugin_kit.driver.steps import Reading, step
-from plugin_kit.driver.texts import MODEL, Text, random_text
+from plugin_kit.driver.texts import MODEL, RandomText, random_text
 from tests.cache_strategies.cache_driver import (
     assert_nothing_leaked,
     count_bytes,
     make_cache,
-    open_seat,
+    open_sequence,
     read_prompt,
 )
 from tests.contract.harness import World
@@ -41,29 +42,29 @@ def mirrored_world(**how: object) -> tuple[World, MirroredCache]:
     return world, cache
 
 
-def seat_of(reading: Reading) -> MirroredSeat:
-    assert isinstance(reading.seat, MirroredSeat)
-    return reading.seat
+def sequence_of(reading: Reading) -> MirroredSequence:
+    assert isinstance(reading.sequence, MirroredSequence)
+    return reading.sequence
 
 
-def assert_holds(seat: MirroredSeat, text: Text) -> None:
+def assert_holds(sequence: MirroredSequence, text: RandomText) -> None:
     """Assert that both copies hold the first tokens of a text, compared with repeat_interleave of the text itself."""
     for layer, spec in enumerate(MODEL):
         group = spec.num_q_heads // spec.num_kv_heads
-        views = zip(seat.gather_cache_history(layer), seat.gather_repeated_cache_history(layer), strict=True)
+        views = zip(sequence.gather_cache_history(layer), sequence.gather_repeated_cache_history(layer), strict=True)
         for (history, mirror), part in zip(views, (text.k[layer], text.v[layer]), strict=True):
-            wanted = part[: seat.length]
+            wanted = part[: sequence.length]
             assert torch.equal(history, wanted)
             assert torch.equal(mirror, wanted.repeat_interleave(group, 1).transpose(0, 1))
             assert torch.equal(mirror[::group], history.transpose(0, 1))
             is_copy = mirror.data_ptr() != history.data_ptr()
-            assert is_copy is (group > 1) or not seat.length, "there is a mirror only where heads are grouped"
+            assert is_copy is (group > 1) or not sequence.length, "there is a mirror only where heads are grouped"
 
 
 # ---------------------------------------------------------------- the two copies
 @dtypes
 def test_both_copies_hold_the_text_after_random_steps_and_crops(dtype: torch.dtype, rng: random.Random) -> None:
-    world, cache = mirrored_world(dtype=dtype, max_seats=3)
+    world, _ = mirrored_world(dtype=dtype, max_seats=3)
     readings = [world.open("it", random_text(i, 150, MODEL, dtype)) for i in range(3)]
     for _ in range(25):
         chosen = [reading for reading in readings if reading.left and rng.random() < 0.8]
@@ -71,55 +72,55 @@ def test_both_copies_hold_the_text_after_random_steps_and_crops(dtype: torch.dty
             step([(reading, reading.chunk(rng.choice([1, 1, 1, 5, 30]))) for reading in chosen])
         if rng.random() < 0.3:
             reading = rng.choice(readings)
-            cache.crop(seat_of(reading), rng.randint(0, reading.seat.length))
+            sequence_of(reading).truncate(rng.randint(0, reading.sequence.length))
             reading.text = (
-                random_text(rng.randrange(100), 150, MODEL, dtype) if not reading.seat.length else reading.text
+                random_text(rng.randrange(100), 150, MODEL, dtype) if not reading.sequence.length else reading.text
             )
         for reading in readings:
-            assert_holds(seat_of(reading), reading.text)
+            assert_holds(sequence_of(reading), reading.text)
         world.check_integrity()
 
 
 def test_a_block_that_is_used_again_holds_the_new_text_and_zeros() -> None:
-    world, cache = mirrored_world(max_seats=1)
+    world, _ = mirrored_world(max_seats=1)
     first, second = random_text(1, 120, MODEL), random_text(2, 40, MODEL)
     used = world.open("it", first)
     step([(used, 120)])
-    cache.close(seat_of(used))
+    sequence_of(used).close()
     again = world.open("it", second)
-    assert seat_of(again).block == seat_of(used).block
+    assert sequence_of(again).block == sequence_of(used).block
     step([(again, 33)])
     step([(again, 1)])
-    assert_holds(seat_of(again), second)
-    for layer in seat_of(again).layers:
+    assert_holds(sequence_of(again), second)
+    for layer in sequence_of(again).layers:
         for history, mirror in ((layer.k, layer.k_mirror), (layer.v, layer.v_mirror)):
             assert not history[34:].any()
             assert not mirror[:, 34:].any()
 
 
 def test_a_fork_is_a_copy_of_both() -> None:
-    world, cache = mirrored_world(max_seats=2)
+    world, _ = mirrored_world(max_seats=2)
     parent = world.open("it", random_text(1, 60, MODEL))
     step([(parent, 20)])
-    child_seat = cache.fork(seat_of(parent))
-    assert child_seat is not None
-    child = Reading(cache, parent.text, child_seat)
+    child_sequence = sequence_of(parent).fork()
+    assert child_sequence is not None
+    child = Reading(parent.cache, parent.text, child_sequence)
     step([(parent, 1), (child, 7)])
     for reading in (parent, child):
-        assert_holds(seat_of(reading), parent.text)
-    assert cache.fork(child_seat) is None, "both seats are taken"
+        assert_holds(sequence_of(reading), parent.text)
+    assert child_sequence.fork() is None, "both sequences are taken"
 
 
-def test_histories_are_views_of_the_seats_block() -> None:
+def test_histories_are_views_of_the_sequences_block() -> None:
     world, cache = mirrored_world(max_seats=2)
     readings = [world.open("it", random_text(i, 60, MODEL)) for i in range(2)]
     step([(reading, 50) for reading in readings])
     (region,) = cache.setup.memory.regions
-    for seat in map(seat_of, readings):
-        begin = region.memory.data_ptr() + seat.block * region.page_bytes
+    for sequence in map(sequence_of, readings):
+        begin = region.memory.data_ptr() + sequence.block * region.page_bytes
         for layer, spec in enumerate(MODEL):
-            k, v = seat.gather_cache_history(layer)
-            repeated_k, repeated_v = seat.gather_repeated_cache_history(layer)
+            k, v = sequence.gather_cache_history(layer)
+            repeated_k, repeated_v = sequence.gather_repeated_cache_history(layer)
             assert k.shape == (50, spec.num_kv_heads, spec.head_dim)
             assert v.shape == (50, spec.num_kv_heads, spec.v_head_dim)
             assert repeated_k.shape == (spec.num_q_heads, 50, spec.head_dim)
@@ -129,7 +130,7 @@ def test_histories_are_views_of_the_seats_block() -> None:
             assert repeated_k.stride() == own[not grouped]
             for view in (k, v, repeated_k, repeated_v):
                 assert begin <= view.data_ptr() < begin + region.size
-            assert seat.gather_repeated_cache_history(layer, 7)[0].data_ptr() == repeated_k.data_ptr()
+            assert sequence.gather_repeated_cache_history(layer, 7)[0].data_ptr() == repeated_k.data_ptr()
 
 
 # ---------------------------------------------------------------- attention
@@ -167,7 +168,7 @@ def test_queries_that_do_not_see_a_broken_token_keep_their_bits(
     assert not after[~unaware].isfinite().flatten(1).all(1).any(), "what is seen is not hidden"
 
 
-def attend_at_end(text: Text, n: int, spec: LayerSpec) -> Tensor:
+def attend_at_end(text: RandomText, n: int, spec: LayerSpec) -> Tensor:
     """Return the attention of the last n tokens of a text of one layer, over a mirror with unused columns."""
     group = spec.num_q_heads // spec.num_kv_heads
     mirrors = []
@@ -207,12 +208,11 @@ def test_it_agrees_with_contiguous_within_rounding_and_says_that_bits_depend_on_
         outs[kind] = [torch.cat(layer) for layer in zip(*parts, strict=True)]
     for ours, theirs in zip(outs["mirrored"], outs["contiguous"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
-    reading.cache.close(reading.seat)
-    again = world.open("it", text).seat
-    assert (again.cached, again.miss) == (0, "bypass"), "nothing of a closed sequence is reused"
+    reading.sequence.close()
+    again = world.open("it", text).sequence
+    assert (again.found, again.miss) == (0, "bypass"), "nothing of a closed sequence is reused"
     contract = world.caches["it"].contract
     assert contract.exact
-    assert contract.forkable
     assert contract.rewind is None
     assert not contract.chunk_invariant
 
@@ -226,17 +226,18 @@ def test_decode_copies_no_history(kv_heads: int, dtype: torch.dtype) -> None:
     reading = world.open("it", random_text(1, 600, [spec], dtype))
     step([(reading, 598)])
     step([(reading, 1)])
-    plan = cache.plan([Row(seat_of(reading), 1)])
+    rows = Rows([sequence_of(reading)], [1])
+    cache.locate(rows)
     q, k, v = (part[0][599:] for part in (reading.text.q, reading.text.k, reading.text.v))
     out = torch.empty_like(q)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        plan.attend(0, q, k, v, out)
+        cache.attend(0, rows, q, k, v, out)
     allocated = highest = 0
     for event in trace.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
             allocated += event.nbytes()
             highest = max(highest, allocated)
-    mirror = seat_of(reading).gather_repeated_cache_history(0, 600)[0]
+    mirror = sequence_of(reading).gather_repeated_cache_history(0, 600)[0]
     assert 0 < highest < mirror.nelement() * mirror.itemsize // 2
 
 
@@ -245,9 +246,9 @@ def test_append_refuses_other_shapes_and_writes_nothing() -> None:
     for heads in (2, 6):  # with a mirror, and without one
         spec = LayerSpec(heads, 6, 8, 4)
         world, cache = mirrored_world(layers=[spec], max_seats=1, max_seq_len=40, max_num_batched_tokens=40)
-        seat = cache.open([1])
-        assert seat is not None
-        cache.plan([Row(seat, 3)])
+        sequence = cache.open(CachedText([1]))
+        assert sequence is not None
+        cache.locate(Rows([sequence], [3]))
         k, v = torch.ones(3, heads, 8), torch.ones(3, heads, 4)
         (memory,) = world.list_tensors()
         before = memory.clone()
@@ -264,10 +265,10 @@ def test_append_refuses_other_shapes_and_writes_nothing() -> None:
             (torch.ones(41, heads, 8), torch.ones(41, heads, 4), "room for 40 tokens, not for 41"),
         ):
             with pytest.raises(ValueError, match=words):
-                seat.append(0, keys, values, cache.setup)
+                sequence.append(0, keys, values, cache.setup)
             assert torch.equal(memory, before)
-        seat.append(0, k, v, cache.setup)
-        assert seat.gather_cache_history(0, 3)[0].eq(1).all()
+        sequence.append(0, k, v, cache.setup)
+        assert sequence.gather_cache_history(0, 3)[0].eq(1).all()
 
 
 # ---------------------------------------------------------------- memory
@@ -307,38 +308,38 @@ def test_sizes_count_both_copies() -> None:
     assert mirrored.blocks().in_use == 1
 
 
-def test_without_room_there_is_no_seat_until_one_closes() -> None:
+def test_without_room_there_is_no_sequence_until_one_closes() -> None:
     for limits in ({"blocks": 2}, {"seats": 2}):
         cache = make_cache("mirrored", **limits)
-        first, _ = open_seat(cache, [1]), open_seat(cache, [2])
-        assert cache.open([1]) is None
-        assert cache.fork(first) is None
-        cache.close(first)
-        assert cache.open([1]) is not None
+        first, _ = open_sequence(cache, [1]), open_sequence(cache, [2])
+        assert cache.open(CachedText([1])) is None
+        assert first.fork() is None
+        first.close()
+        assert cache.open(CachedText([1])) is not None
         cache.check_integrity()
 
 
 def test_closing_everything_frees_everything() -> None:
     cache = make_cache("mirrored", seats=4)
-    seats = [read_prompt(cache, [n] * n) for n in (1, 5, 7)]
-    child = cache.fork(seats[1])
+    sequences = [read_prompt(cache, [n] * n) for n in (1, 5, 7)]
+    child = sequences[1].fork()
     assert child is not None
-    for seat in (seats[2], seats[0], child, seats[1]):
-        cache.close(seat)
+    for sequence in (sequences[2], sequences[0], child, sequences[1]):
+        sequence.close()
         cache.check_integrity()
     assert_nothing_leaked(cache)
 
 
 def test_books_that_do_not_add_up_are_noticed() -> None:
     for spoil in (
-        lambda cache, seats: cache.setup.memory.regions[0].allocate(),
-        lambda cache, seats: setattr(seats[0], "block", seats[1].block),  # type: ignore[attr-defined]
-        lambda cache, seats: setattr(seats[0], "length", 65),
+        lambda cache, sequences: cache.setup.memory.regions[0].allocate(),
+        lambda cache, sequences: setattr(sequences[0], "block", sequences[1].block),
+        lambda cache, sequences: setattr(sequences[0], "length", 65),
     ):
         cache = make_cache("mirrored")
-        seats = [read_prompt(cache, [n]) for n in range(2)]
+        sequences = [read_prompt(cache, [n]) for n in range(2)]
         cache.check_integrity()
-        spoil(cache, seats)
+        spoil(cache, sequences)
         with pytest.raises(AssertionError):
             cache.check_integrity()
 

@@ -21,7 +21,7 @@ from cache_strategies.registry import (
     load_kind,
     resolve_instances,
 )
-from cache_strategies.types import Geometry
+from cache_strategies.types import Geometry, Text
 from config.errors import SettingsError
 from config.settings import StrategySettings, default_strategies
 from kernels.reference.backend import ReferenceOps
@@ -51,19 +51,19 @@ class OfVersion1(ContiguousCache):
     """A class that does not state its version, as those written for version 1."""
 
 
-class OfVersion3(ContiguousCache):
+class OfVersion4(ContiguousCache):
     """A class for a version that does not exist yet."""
 
-    interface_version = 3
+    interface_version = 4
 
 
 class OfThisVersion(ContiguousCache):
     """A class for the version of this server."""
 
-    interface_version = 2
+    interface_version = 3
 
 
-@pytest.mark.parametrize(("cls", "version"), [(OfVersion1, 1), (OfVersion3, 3), (OfThisVersion, None)])
+@pytest.mark.parametrize(("cls", "version"), [(OfVersion1, 1), (OfVersion4, 4), (OfThisVersion, None)])
 def test_a_plug_in_for_another_version_is_refused_with_what_to_change(
     cls: type[KVCache], version: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +72,7 @@ def test_a_plug_in_for_another_version_is_refused_with_what_to_change(
     if version is None:
         assert load_kind("mine") is cls
         return
-    words = rf"{cls.__name__} is written for version {version} of the interface, and this server has version 2: change"
+    words = rf"{cls.__name__} is written for version {version} of the interface, and this server has version 3: change"
     with pytest.raises(SettingsError, match=rf"{words} the class as docs/guide/strategies.md says"):
         load_kind("mine")
 
@@ -251,9 +251,9 @@ def holds_one_of_each(strategies: Mapping[str, StrategySettings], total: int) ->
     if sum(compute_share(instance, total).floor for instance in instances) > total:
         return False
     for cache in build_caches(instances, geometry(), make_memory(total), ReferenceOps()).values():
-        seat = cache.open(list(range(TOKENS)))
-        if seat is None:
+        sequence = cache.open(Text(list(range(TOKENS))))
+        if sequence is None:
             return False
-        cache.close(seat)
+        sequence.close()
         cache.evict(total)
     return True

@@ -1,4 +1,4 @@
-"""Random operations on seats of several caches in one small memory, drawn and shrunk by hypothesis.
+"""Random operations on sequences of several caches in one small memory, drawn and shrunk by hypothesis.
 
 The operations and what they check are those of `plugin_kit/driver/history.py`. What hypothesis found is kept by the
 names of the rules and their arguments, so these stay.
@@ -48,7 +48,7 @@ class Histories(RuleBasedStateMachine):
             self.strategies, self.memory_bytes, harness.make_ops(), define, self.layers, _find_cached, self.space
         )
 
-    # ------------------------------------------------------------ seats
+    # ------------------------------------------------------------ sequences
     @rule(
         which=st.integers(0, 99),
         begin_like=st.integers(0, 99),
@@ -71,7 +71,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.history.sitters)
     @rule(which=st.integers(0, 99), by=st.integers(0, 9))
     def crop(self, which: int, by: int) -> None:
-        self.history.crop(which, by)
+        self.history.truncate(which, by)
 
     @precondition(lambda self: self.history.sitters)
     @rule(which=st.integers(0, 99), unsound=st.sampled_from([False, False, False, True]))
@@ -81,10 +81,9 @@ class Histories(RuleBasedStateMachine):
             self.history.close(which, discard=unsound)
 
     # ------------------------------------------------------------ what is kept
-    @precondition(lambda self: self.history.sitters)
-    @rule(which=st.integers(0, 99), priority=st.integers(0, 2), ttl=st.sampled_from([None, 1e-9, 1e9]))
-    def retain(self, which: int, priority: int, ttl: float | None) -> None:
-        self.history.retain(which, priority, ttl)
+    @rule(priority=st.integers(0, 2), ttl=st.sampled_from([None, 1e-9, 1e9]))
+    def retain(self, priority: int, ttl: float | None) -> None:
+        self.history.retain(priority, ttl)
 
     @rule(which=st.integers(0, 99), scope=st.sampled_from(SCOPES))
     def clear(self, which: int, scope: SaltScope) -> None:

@@ -1,6 +1,6 @@
 """Every strategy's attention equals the definition, in rows of any size and every dtype, alone and in one batch.
 
-The reference gets from the strategy's definition, or else from gather_kv(), which tokens are kept; their keys and
+The reference gets from the strategy's definition, or else from gather(), which tokens are kept; their keys and
 values are the text's own, not the cache's. `make test` takes every chunk size in float32, and every second one in the
 narrow types; `make test-slow` takes all. Where every step would be compared, other ones are drawn in each run.
 """
@@ -19,7 +19,7 @@ from cache_strategies.compressed.cache import CompressedCache
 from config.settings import StrategySettings
 from plugin_kit.driver.reference import TOLERANCE, attention, keep_all, visible_keys
 from plugin_kit.driver.steps import Reading, StepOutputs, step
-from plugin_kit.driver.texts import MODEL, Text, random_text
+from plugin_kit.driver.texts import MODEL, RandomText, random_text
 from plugin_kit.driver.visible import check_keys
 from tests.contract.harness import World, every_instance
 from tests.contract.kinds import KINDS
@@ -40,7 +40,7 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype
 
 
 def chunks_of(settings: StrategySettings, dtype: torch.dtype) -> list[int]:
-    """Return the distinct row sizes that the instance's max_row allows, among a few and the whole text."""
+    """Return the distinct row sizes that the instance allows, among a few and the whole text."""
     longest = settings.options.get("every" if settings.kind in ("compressed", "streaming") else "max_row", WHOLE)
     most = min(LENGTH[dtype], longest)
     sizes = (1, 3, 7, WHOLE) if settings.kind in KINDS else (1, 7, 64, WHOLE)
@@ -60,7 +60,7 @@ ALONE = [  # of the narrow types, a chunk size that one leaves out the other tak
 
 
 @cache
-def text_of(seed: int, length: int, dtype: torch.dtype) -> Text:
+def text_of(seed: int, length: int, dtype: torch.dtype) -> RandomText:
     return random_text(seed, length, MODEL, dtype)
 
 
@@ -72,7 +72,7 @@ def expected(kind: str, options: object, layer: int, text_key: tuple[int, int, t
 
 
 def check_step(result: StepOutputs, rows: list[tuple[Reading, int]], kinds: list[str]) -> None:
-    """Check each row in each layer: what gather_kv() returns, and the output of the queries of which it is known."""
+    """Check each row in each layer: what gather() returns, and the output of the queries of which it is known."""
     for i, ((reading, n), start, kind) in enumerate(zip(rows, result.starts, kinds, strict=True)):
         for layer, keys in enumerate(result.keys[i]):
             mask = visible_in_row(reading.cache, kind, reading.text.ids, layer, start, n)
@@ -86,7 +86,7 @@ def check_step(result: StepOutputs, rows: list[tuple[Reading, int]], kinds: list
             last = check_keys(k, v, keys, rounding=rounded)
             if mask is None:
                 mask = extend_to_row(last, n) if is_compressed(reading.cache, layer) else last[:, None]
-            assert torch.equal(mask[:, -1], last), "gather_kv() returns other tokens than are visible"
+            assert torch.equal(mask[:, -1], last), "gather() returns other tokens than are visible"
             queries = mask.shape[1]
             close(result.outs[i][layer][-queries:], attention(q[-queries:], k, v, MODEL[layer], mask), tolerance)
 

@@ -1,6 +1,7 @@
 """Strategies that drop keys, with any options, rows and dtypes: what they keep, share, and get of queries.
 
-What is kept is defined by ids and boundaries (`list_kept`); attention is computed from the text's own keys and values.
+What is kept is defined by lengths and boundaries (`list_kept`); attention is computed from the text's own keys and
+values.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from config.settings import StrategySettings
 from plugin_kit.driver.reference import TOLERANCE, attention
 from plugin_kit.driver.steps import Reading, StepOutputs, attend, step
-from plugin_kit.driver.texts import MODEL, Text, random_text, spliced
+from plugin_kit.driver.texts import MODEL, RandomText, random_text, spliced
 from plugin_kit.driver.visible import check_keys
 from server.engine.batch import Batch
 from tests.contract.harness import World
@@ -68,7 +69,7 @@ def test_any_options_keep_and_show_what_the_definition_says(kind: str, _: int, r
 
 
 @kinds
-def test_what_a_seat_keeps_does_not_depend_on_its_rows(kind: str, rng: random.Random) -> None:
+def test_what_a_sequence_keeps_does_not_depend_on_its_rows(kind: str, rng: random.Random) -> None:
     text = random_text(1, 90, MODEL)
     for every in (7, 30):
         world = World({kind: StrategySettings(kind=kind, every=every)}, max_seats=2)
@@ -77,17 +78,17 @@ def test_what_a_seat_keeps_does_not_depend_on_its_rows(kind: str, rng: random.Ra
             reading = world.open(kind, text)
             while reading.left:
                 step([(reading, reading.chunk(rng.choice(sizes)))])
-            kept.append([part.positions for part in reading.seat.parts])  # type: ignore[attr-defined]
+            kept.append([part.positions for part in reading.sequence.parts])  # type: ignore[attr-defined]
         assert kept[0] == kept[1]
         heads = [range(spec.num_kv_heads if kind.endswith("by_head") else 1) for spec in MODEL]
-        assert kept[0] == [list_kept(text.ids, 90, every, i, head) for i, each in enumerate(heads) for head in each]
+        assert kept[0] == [list_kept(90, every, i, head) for i, each in enumerate(heads) for head in each]
 
 
 def test_heads_keep_other_tokens_and_other_numbers_of_them() -> None:
     world = World({"it": StrategySettings(kind="random_drop_by_head", every=20)}, max_seats=1)
     reading = world.open("it", random_text(1, 100, MODEL))
     step([(reading, 100)])
-    first, second, _ = (part.positions for part in reading.seat.parts)  # type: ignore[attr-defined]
+    first, second, _ = (part.positions for part in reading.sequence.parts)  # type: ignore[attr-defined]
     assert len({*first, *second}) > max(len(first), len(second))
     assert len(first) != len(second)
 
@@ -103,7 +104,7 @@ def test_dropped_keys_leave_their_memory_to_others(kind: str) -> None:
     assert held[1] < held[0]
     assert held[3] < held[2]
     assert held[5] < held[4]
-    reading.cache.close(reading.seat)
+    reading.sequence.close()
     assert world.memory.held_bytes == 0
 
 
@@ -118,17 +119,17 @@ def test_forks_share_full_blocks_and_never_write_them(kind: str, rng: random.Ran
     step([(parent, at)])
     readings = [parent]
     for seed in (1, 2):
-        seat = cache.fork(parent.seat)  # type: ignore[arg-type]
-        assert seat is not None
-        readings.append(Reading(cache, spliced(common, random_text(seed, 150, MODEL, dtype), at), seat))
-    full = sum(len(part.positions) // cache.block_size for part in parent.seat.parts)  # type: ignore[attr-defined]
+        sequence = parent.sequence.fork()
+        assert sequence is not None
+        readings.append(Reading(parent.cache, spliced(common, random_text(seed, 150, MODEL, dtype), at), sequence))
+    full = sum(len(part.positions) // cache.block_size for part in parent.sequence.parts)  # type: ignore[attr-defined]
     assert cache.blocks().shared == full
     for sizes in ([1, 1, 1], [5, 1, 30], [1, 40, 2]):
         rows = list(zip(readings, sizes, strict=True))
         check_rows(rows, step(rows, keys=True))
         world.check_integrity()
     for reading in readings:
-        cache.close(reading.seat)  # type: ignore[arg-type]
+        reading.sequence.close()
     assert world.memory.held_bytes == 0
 
 
@@ -142,8 +143,8 @@ def test_a_tap_gets_the_queries_of_its_tokens_in_layers_with_addresses(rng: rand
     rows = [(reading, rng.choice([1, 1, 2, 30])) for reading in readings]
     batch = Batch([reading.work(n) for reading, n in rows])
     attend(batch, rows)
-    for each, (instance, _, planned) in zip(batch.slices, batch.parts, strict=True):
-        cache, plan = instance.strategy, planned.plan
+    for each, (instance, (located, *_)) in zip(batch.slices, batch.parts, strict=True):
+        cache = instance.strategy
         if cache.name == "paged":
             assert each.query_tap is None
             continue
@@ -152,12 +153,14 @@ def test_a_tap_gets_the_queries_of_its_tokens_in_layers_with_addresses(rng: rand
             if cache.name == "hooked" and layer == 1:
                 assert found is None
             else:
-                texts_of = {id(reading.seat): reading.text for reading in readings}
+                assert found is not None
+                texts_of = {id(reading.sequence): reading.text for reading in readings}
                 wanted = [
-                    last_query(texts_of[id(row.seat)], layer, row.seat.length + row.num_tokens) for row in plan.rows
+                    last_query(texts_of[id(sequence)], layer, located.end(row))
+                    for row, sequence in enumerate(located.sequences)
                 ]
                 assert torch.equal(torch.stack(wanted), found)
 
 
-def last_query(text: Text, layer: int, end: int) -> Tensor:
+def last_query(text: RandomText, layer: int, end: int) -> Tensor:
     return text.q[layer][end - 1]

@@ -1,4 +1,4 @@
-"""How many tokens windows, compactions and budgets drop. What count_dropped_tokens() counts is a promise of all."""
+"""How many tokens windows, compactions and budgets drop. What count_visible() says is a promise of all."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from cache_strategies.base import Seat
+from cache_strategies.base import KVCache, KVSequence, Rows
+from cache_strategies.features import Budgeted
+from cache_strategies.visible import count_dropped_tokens
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
-from plugin_kit.driver.steps import step
+from plugin_kit.driver.steps import gather, step
 from plugin_kit.driver.texts import MODEL, random_text, rotate
 from tests.contract.harness import World, every_instance
 
@@ -55,7 +57,7 @@ def test_a_window_drops_all_but_its_latest_tokens_and_the_sinks(options: dict[st
     reading = world.open("ring", random_text(1, LENGTH, MODELS["full"]))
     while reading.left:
         step([(reading, reading.chunk(30))])
-    assert reading.cache.count_dropped_tokens(reading.seat) == dropped
+    assert count_dropped_tokens(reading.cache, reading.sequence.length) == dropped
 
 
 def test_a_fork_has_lost_what_its_parent_has_lost() -> None:
@@ -63,35 +65,50 @@ def test_a_fork_has_lost_what_its_parent_has_lost() -> None:
     reading = world.open("ring", random_text(1, LENGTH, MODEL))
     while reading.left:
         step([(reading, reading.chunk(7))])
-    child = reading.cache.fork(reading.seat)
+    child = reading.sequence.fork()
     assert child is not None
-    assert reading.cache.count_dropped_tokens(child) == reading.cache.count_dropped_tokens(reading.seat) > 0
+    assert child.length == LENGTH
+    keys = []
+    for sequence in (reading.sequence, child):
+        assert sequence.reserve(1)
+        rows = Rows([sequence], [1])
+        reading.cache.locate(rows)
+        keys.append([gather(reading.cache, rows, 0, layer)[2].tolist() for layer in range(len(MODEL))])
+    assert keys[0] == keys[1]
+    assert len(keys[0][0]) == 8 + 3
+    assert count_dropped_tokens(reading.cache, LENGTH) > 0
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", every_instance())
-def test_a_compaction_says_what_it_dropped_and_leaves_no_more_than_the_budget(name: str, model: str) -> None:
+def test_a_compaction_says_that_it_dropped_tokens_and_leaves_no_more_than_the_budget(name: str, model: str) -> None:
     world = make_world(name, every_instance()[name], model)
     reading = world.open(name, random_text(2, LENGTH, MODELS[model]))
     cache = reading.cache
-    compact = cache.compact
+    sequence = reading.sequence
+    compact, compacts = sequence.compact, type(sequence).compact is not KVSequence.compact
 
-    def compact_and_check(seat: Seat) -> int | None:
-        before, dropped = cache.count_dropped_tokens(seat), compact(seat)
-        after, budget = cache.count_dropped_tokens(seat), cache.token_budget(seat.length)
-        assert after - before == (dropped or 0)
-        assert dropped is None or (budget is not None and seat.length - after <= budget)
-        return dropped
+    def compact_and_check() -> bool:
+        has_dropped, length, budget = compact(), sequence.length, find_budget(cache, sequence.length)
+        before, after = (count_dropped_tokens(cache, each) for each in (length - 1, length))
+        assert has_dropped or after <= before
+        assert not has_dropped or (budget is not None and length - after <= budget)
+        return has_dropped
 
-    cache.compact = compact_and_check  # type: ignore[method-assign]
+    if compacts:
+        sequence.compact = compact_and_check  # type: ignore[method-assign]
     while reading.left:
         step([(reading, reading.chunk(random.choice([1, 4, 30])))])
-        budget = cache.token_budget(reading.seat.length)
-        assert budget is None or 0 <= budget <= reading.seat.length
-        assert not cache.contract.exact or budget in (None, reading.seat.length)
+        budget = find_budget(cache, sequence.length)
+        assert budget is None or 0 <= budget <= sequence.length
+        assert not cache.contract.exact or budget in (None, sequence.length)
         if name.startswith("sliding_window"):  # it drops a token with each that enters
-            assert reading.seat.length - cache.count_dropped_tokens(reading.seat) == budget
+            assert sequence.length - count_dropped_tokens(cache, sequence.length) == budget
+
+
+def find_budget(cache: KVCache, length: int) -> int | None:
+    return cache.budget(length) if isinstance(cache, Budgeted) else None
 
 
 def test_a_compaction_that_frees_only_what_no_window_needs_drops_no_token() -> None:
@@ -99,17 +116,18 @@ def test_a_compaction_that_frees_only_what_no_window_needs_drops_no_token() -> N
     options = {"budget": 20, "every": 16, "recent": 4, "block_size": 8}
     world = make_world("it", StrategySettings(kind="compressed", **options), "windows")
     reading = world.open("it", random_text(3, 40, MODELS["windows"]))
-    compact = reading.cache.compact
-    returned: dict[int, int | None] = {}
+    compact = reading.sequence.compact
+    returned: dict[int, tuple[bool, int]] = {}
 
-    def note(seat: Seat) -> int | None:
-        returned[seat.length] = compact(seat)
-        return returned[seat.length]
+    def note() -> bool:
+        has_dropped, length = compact(), reading.sequence.length
+        returned[length] = has_dropped, count_dropped_tokens(reading.cache, length)
+        return has_dropped
 
-    reading.cache.compact = note  # type: ignore[method-assign]
+    reading.sequence.compact = note  # type: ignore[method-assign]
     while reading.left:
         step([(reading, reading.chunk(8))])
-    assert returned == {8: None, 16: 0, 24: None, 32: 0, 40: None}
+    assert returned == {length: (length % 16 == 0, 0) for length in (8, 16, 24, 32, 40)}
 
 
 @pytest.mark.parametrize(
@@ -130,4 +148,4 @@ def test_a_budget_is_the_mean_over_heads_of_what_they_keep(
     kind: str, options: dict[str, Any], budget: int | None
 ) -> None:
     world = make_world("it", StrategySettings(kind=kind, **options), "full and window")
-    assert world.caches["it"].token_budget(100) == budget
+    assert find_budget(world.caches["it"], 100) == budget

@@ -78,7 +78,7 @@ def test_a_row_is_the_same_whoever_stands_beside_it(name: str, dtype: torch.dtyp
         step([(reading, past[i]) for i, reading in zip(members, readings, strict=True)])
         outs = step(list(zip(readings, sizes, strict=True))).outs
         for reading in readings:
-            world.caches[name].close(reading.seat)
+            reading.sequence.close()
         return outs
 
     everybody = list(range(len(past)))

@@ -22,7 +22,7 @@ STRATEGIES = every_instance()
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_step_writes_its_own_tokens_only(name: str) -> None:
     world = World({name: STRATEGIES[name]}, max_seats=2)
-    readings = two_seats(world, name)
+    readings = two_sequences(world, name)
     rows = [(readings[0], 1), (readings[1], readings[1].chunk(6))]
     batch = Batch([reading.work(n) for reading, n in rows])
     before = world.copy_memory()
@@ -31,11 +31,11 @@ def test_a_step_writes_its_own_tokens_only(name: str) -> None:
     assert changed <= 7 * token_bytes(mirrored=STRATEGIES[name].kind == "mirrored")
 
 
-def two_seats(world: World, name: str) -> list[Reading]:
+def two_sequences(world: World, name: str) -> list[Reading]:
     readings = [world.open(name, random_text(seed, 90, MODEL)) for seed in (1, 2)]
     for reading, length in zip(readings, (70, 5), strict=True):
-        while reading.seat.length < length:
-            step([(reading, min(reading.chunk(20), length - reading.seat.length))])
+        while reading.sequence.length < length:
+            step([(reading, min(reading.chunk(20), length - reading.sequence.length))])
     return readings
 
 
@@ -71,7 +71,7 @@ def test_slots_keep_their_addresses_for_the_life_of_a_cache(kind: str) -> None:
         for sizes in ([17] * 4, [1, 1, 1, 5], [1] * 4):
             step(list(zip(readings, sizes, strict=False)))
         for reading in readings:
-            reading.cache.close(reading.seat)
+            reading.sequence.close()
     assert len(ops.seen) == len(world.caches[kind].stores), "each store has a table"
     assert [each.data_ptr() for each in world.list_tensors()] == memory
 
@@ -86,7 +86,7 @@ def test_each_layers_keys_and_values_lie_at_their_own_bytes(kind: str, dtype: to
     text = random_text(1, 32, layers, dtype)
     other, reading = world.open(kind, random_text(2, 32, layers, dtype)), world.open(kind, text)
     step([(other, 32), (reading, 32)])
-    store, block = reading.cache.store, reading.seat.blocks[0]  # type: ignore[attr-defined]
+    store, block = reading.cache.store, reading.sequence.blocks[0]  # type: ignore[attr-defined]
     (memory,), start = world.list_tensors(), block * store.page_bytes
     assert store.k_offset(0) == 0
     for layer in range(4):

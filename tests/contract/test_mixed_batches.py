@@ -16,7 +16,7 @@ from torch import Tensor
 
 from config.settings import StrategySettings
 from plugin_kit.driver.steps import Reading, step
-from plugin_kit.driver.texts import MODEL, Text, random_text
+from plugin_kit.driver.texts import MODEL, RandomText, random_text
 from tests.contract.harness import World
 
 pytestmark = pytest.mark.every_backend
@@ -44,7 +44,7 @@ class Sized(NamedTuple):
     """A text under an instance, and the sizes of its rows: a prompt in pieces, then single tokens."""
 
     name: str
-    text: Text
+    text: RandomText
     sizes: list[int]
 
 
@@ -92,7 +92,7 @@ def read_together(texts: Sequence[Sized], dtype: torch.dtype, rng: random.Random
             outs[i].append(out)
             if len(outs[i]) == len(texts[i].sizes):
                 reading = running.pop(i)
-                reading.cache.close(reading.seat)
+                reading.sequence.close()
         world.check_integrity()
     return outs
 

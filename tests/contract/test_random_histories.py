@@ -1,4 +1,4 @@
-"""Random sequences of open, grow, fork, crop, commit and close: keys and outputs stay correct, and nothing leaks."""
+"""Random sequences of open, reserve, fork, truncate, commit and close: keys and outputs stay right, nothing leaks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ Space = type[AddressRanges] | type[OneTensor]
 def machine_of(
     strategies: Mapping[str, StrategySettings], layers: Sequence[LayerSpec], space: Space
 ) -> type[Histories]:
-    """Return a state machine in a memory for two and a half of the longest texts, with five seats."""
+    """Return a state machine in a memory for two and a half of the longest texts, with five sequences."""
     instances = registry.resolve_instances(strategies)
     least = registry.compute_least_bytes(instances, geometry_of(layers), space.round_block)
     members = {"strategies": strategies, "layers": layers, "memory_bytes": max(1, 5 * least // 2), "space": space}

@@ -58,9 +58,14 @@ def test_a_ring_never_takes_more_than_the_longest_text_needs() -> None:
 
 
 def test_a_row_may_be_as_long_as_the_window_unless_an_option_says_otherwise() -> None:
-    assert ring(window=40, sinks=0)[0].caches["ring"].contract.max_row == 40
-    assert ring(window=40, sinks=0, max_row=6)[0].caches["ring"].contract.max_row == 6
-    assert ring(window=400, sinks=0)[0].caches["ring"].contract.max_row == 160, "a step has no more tokens"
+    for options, longest in (({"window": 40}, 40), ({"window": 40, "max_row": 6}, 6)):
+        world, name = ring(sinks=0, **options)
+        reading = world.open(name, TEXT)
+        for start in (0, 5):
+            assert reading.sequence.stop == start + longest
+            step([(reading, 5)])
+    world, name = ring(window=400, sinks=0)
+    assert world.open(name, TEXT).sequence.stop == 160, "a step has no more tokens"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,7 @@ def test_a_ring_that_wraps_refuses_to_rewind() -> None:
     step([(reading, 6)])
     assert reading.cache.contract.rewind == 0
     with pytest.raises(AssertionError, match="rewind"):
-        reading.cache.crop(reading.seat, 5)
+        reading.sequence.truncate(5)
 
 
 def test_a_fork_of_a_ring_goes_its_own_way() -> None:
@@ -96,9 +101,9 @@ def test_a_fork_of_a_ring_goes_its_own_way() -> None:
     parent = world.open(name, TEXT)
     for _ in range(7):
         step([(parent, 6)])
-    child_seat = parent.cache.fork(parent.seat)
-    assert child_seat is not None
-    child = type(parent)(parent.cache, TEXT, child_seat)
+    child_sequence = parent.sequence.fork()
+    assert child_sequence is not None
+    child = type(parent)(parent.cache, TEXT, child_sequence)
     step([(parent, 6)])  # the parent moves on and overwrites its own ring only
     outs = step([(child, 6)]).outs[0]
     for layer, out in enumerate(outs):

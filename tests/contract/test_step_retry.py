@@ -76,15 +76,15 @@ def test_a_step_with_a_copy_on_write_pending_is_repeated_bit_for_bit(layer: int)
 
 
 def forked(world: World) -> list[Reading]:
-    """Return three seats of a text of 24 tokens that continue differently: two must copy their shared block."""
+    """Return three sequences of a text of 24 tokens that continue differently: two must copy their shared block."""
     common = random_text(0, 44, LAYERS)
     texts = [spliced(common, random_text(seed, 44, LAYERS), 24) for seed in (1, 2, 3)]
     parent = world.open("paged", common.head(24))
     step([(parent, 24)])
     cache = parent.cache
-    seats = [parent.seat, cache.fork(parent.seat), cache.fork(parent.seat)]
-    assert all(seats)
-    return [Reading(cache, text, seat) for text, seat in zip(texts, seats, strict=True) if seat]
+    sequences = [parent.sequence, parent.sequence.fork(), parent.sequence.fork()]
+    assert all(sequences)
+    return [Reading(cache, text, sequence) for text, sequence in zip(texts, sequences, strict=True) if sequence]
 
 
 def assert_same(got: list[Tensor], want: list[Tensor]) -> None:

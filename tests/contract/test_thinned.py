@@ -29,11 +29,11 @@ def test_what_is_kept_follows_from_the_definition() -> None:
     world = World({"thinned": settings}, harness.make_ops(), layers=LAYERS, max_seats=1)
     reading = world.open("thinned", random_text(1, LENGTH, LAYERS))
     while reading.left:
-        boundary = reading.seat.length // every * every
+        boundary = reading.sequence.length // every * every
         kept = [p for p in range(boundary) if p >= boundary - recent or p // group % 2 == 0]
         n = reading.chunk(rng.choice([1, 5, 40]))
-        assert reading.seat.length + n <= boundary + every, "a row crosses a boundary"
-        end = reading.seat.length + n
+        assert reading.sequence.length + n <= boundary + every, "a row crosses a boundary"
+        end = reading.sequence.length + n
         result = step([(reading, n)], keys=True)
         wanted = [*kept, *range(boundary, end)]
         assert result.keys[0][0][2].tolist() == wanted

@@ -11,25 +11,19 @@ import pytest
 import torch
 
 from cache_strategies import plugins, registry
+from cache_strategies.base import Rows
 from config.settings import StrategySettings
-from tests.contract import third_party_strategy
 from tests.contract.harness import World, every_instance
 from tests.contract.test_attention import read_alone, read_mixed
+from tests.contract.third_party_strategy import Keys, SieveCache, SieveSequence
 
 
-class LyingPlan(third_party_strategy.SievePlan):
-    """A plan whose gather_kv() claims that all tokens are visible."""
+class LyingCache(SieveCache):
+    """A cache that attends to fewer keys than it claims: gather() says that all tokens are visible."""
 
-    def gather_kv(self, layer_idx: int, row: int) -> third_party_strategy.Keys:
-        seat, num_tokens = self.rows[row]
-        k, v = seat.layers[layer_idx]  # type: ignore[attr-defined]
-        return k, v, torch.arange(seat.length + num_tokens)
-
-
-class LyingCache(third_party_strategy.SieveCache):
-    """A cache that attends to fewer keys than it claims."""
-
-    plan_type = LyingPlan
+    def gather(self, layer: int, rows: Rows[SieveSequence], row: int) -> Keys:
+        k, v = rows.sequences[row].layers[layer]
+        return k, v, torch.arange(rows.end(row))
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row, Seat
-from cache_strategies.types import NO_SALT, CacheUsage, Contract, Geometry, Salt, Sizes
+from cache_strategies.base import CacheSetup, KVCache, KVSequence, Locations, Options, Rows
+from cache_strategies.types import Blocks, CacheUsage, Contract, Geometry, Sizes, Text
 from kernels.types import LayerSpec
 
 Keys = tuple[Tensor, Tensor, Tensor]  # K [S,H,D], V [S,H,Dv], positions [S]
@@ -25,31 +25,60 @@ class SieveOptions(Options):
     keep: int = Field(2, ge=1, description="every how manieth token stays")
 
 
-class SieveSeat(Seat):
-    """A seat with the K and V of each layer in tensors of its own."""
+class SieveSequence(KVSequence):
+    """A sequence with the K and V of each layer in tensors of its own."""
 
-    __slots__ = ("layers",)
-
-    def __init__(self, layers: list[tuple[Tensor, Tensor]]) -> None:
-        super().__init__()
+    def __init__(self, cache: SieveCache, layers: list[tuple[Tensor, Tensor]]) -> None:
+        self._cache = cache
         self.layers = layers
 
+    def reserve(self, num_tokens: int) -> bool:
+        return True
 
-class SievePlan(Plan):
-    """A plan that first drops the keys of a failed attempt, so that attend() can be repeated."""
+    def commit(self, ids: Sequence[int]) -> None:
+        self.length += len(ids)
 
-    def __init__(self, cache: SieveCache, rows: Sequence[Row]) -> None:
-        self.rows = rows  # those that pad come after them, and are left alone
-        self._cache = cache
+    def close(self) -> None:
+        self._cache.sequences.remove(self)
 
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        spec = self._cache.setup.geometry.layers[layer_idx]
+
+class SieveCache(KVCache[SieveSequence]):
+    """A cache that keeps every `keep`-th token in memory of its own, outside of the KV memory."""
+
+    interface_version = 3
+    options_type = SieveOptions
+    options: SieveOptions
+
+    def __init__(self, setup: CacheSetup, options: SieveOptions) -> None:
+        super().__init__(setup, options)
+        self.contract = Contract(exact=options.keep == 1)
+        self.sequences: set[SieveSequence] = set()
+
+    @classmethod
+    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
+        return Sizes()
+
+    def open(self, text: Text) -> SieveSequence | None:
+        layers = self.setup.geometry.layers
+        opened = SieveSequence(self, [(self._none(s, s.head_dim), self._none(s, s.v_head_dim)) for s in layers])
+        self.sequences.add(opened)
+        return opened
+
+    def _none(self, spec: LayerSpec, dim: int) -> Tensor:
+        return torch.empty(0, spec.num_kv_heads, dim, dtype=self.setup.geometry.kv_dtype)
+
+    def locate(self, rows: Rows[SieveSequence]) -> Locations:
+        return Locations([None] * len(self.setup.geometry.layers))
+
+    def attend(self, layer: int, rows: Rows[SieveSequence], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Attend from one token after the other; the keys of a failed attempt are dropped first."""
+        spec = self.setup.geometry.layers[layer]
         first = 0
-        for i, row in enumerate(self.rows):
-            tokens = slice(first, first := first + row.num_tokens)
-            self._enter(row, layer_idx, k[tokens], v[tokens])
-            for n in range(row.num_tokens):
-                keys, values, _ = self._seen(layer_idx, i, row.seat.length + n)
+        for sequence, num_tokens in zip(rows.sequences, rows.counts, strict=True):
+            tokens = slice(first, first := first + num_tokens)
+            self.enter(sequence, layer, k[tokens], v[tokens])
+            for n in range(num_tokens):
+                keys, values, _ = self._seen(layer, sequence, sequence.length + n)
                 group = spec.num_q_heads // spec.num_kv_heads
                 query = q[tokens][n].float() * spec.scale
                 scores = torch.einsum("hd,shd->hs", query, keys.float().repeat_interleave(group, 1))
@@ -60,79 +89,32 @@ class SievePlan(Plan):
                 weights = scores.softmax(1)[:, : len(keys)]
                 out[tokens][n] = torch.einsum("hs,shd->hd", weights, values.float().repeat_interleave(group, 1))
 
-    def gather_kv(self, layer_idx: int, row: int) -> Keys:
-        seat, num_tokens = self.rows[row]
-        return self._seen(layer_idx, row, seat.length + num_tokens - 1)
+    def enter(self, sequence: SieveSequence, layer: int, k: Tensor, v: Tensor) -> None:
+        """Append the keys and values of new tokens to the committed ones."""
+        old_k, old_v = (x[: sequence.length] for x in sequence.layers[layer])
+        sequence.layers[layer] = torch.cat((old_k, k)), torch.cat((old_v, v))
 
-    def _enter(self, row: Row, layer: int, k: Tensor, v: Tensor) -> None:
-        seat = row.seat
-        assert isinstance(seat, SieveSeat)
-        old_k, old_v = seat.layers[layer]
-        seat.layers[layer] = torch.cat((old_k[: seat.length], k)), torch.cat((old_v[: seat.length], v))
+    def gather(self, layer: int, rows: Rows[SieveSequence], row: int) -> Keys:
+        return self._seen(layer, rows.sequences[row], rows.end(row) - 1)
 
-    def _seen(self, layer: int, row: int, position: int) -> Keys:
-        seat, window = self.rows[row].seat, self._cache.setup.geometry.layers[layer].window
-        assert isinstance(seat, SieveSeat)
+    def _seen(self, layer: int, sequence: SieveSequence, position: int) -> Keys:
+        window = self.setup.geometry.layers[layer].window
         at = torch.arange(position + 1)
-        at = at[(at % self._cache.options.keep == 0) | (at == position)]
+        at = at[(at % self.options.keep == 0) | (at == position)]
         at = at if window is None else at[at > position - window]
-        k, v = seat.layers[layer]
+        k, v = sequence.layers[layer]
         return k[at], v[at], at
 
-
-class SieveCache(KVCache):
-    """A cache that keeps every `keep`-th token in memory of its own, outside of the KV memory."""
-
-    interface_version = 2
-    options_type = SieveOptions
-    plan_type: type[SievePlan] = SievePlan
-
-    def __init__(self, setup: CacheSetup, options: Options) -> None:
-        super().__init__(setup, options)
-        self.options: Any = options
-        self.contract = Contract(
-            exact=options == SieveOptions(keep=1),
-            forkable=False,
-            rewind=None,
-            replayable=True,
-            chunk_invariant=True,
-            max_row=None,
-        )
-        self.seats: set[SieveSeat] = set()
-
-    @classmethod
-    def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
-        return Sizes()
-
-    def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> Seat | None:
-        seat = SieveSeat([(self._none(s, s.head_dim), self._none(s, s.v_head_dim)) for s in self.setup.geometry.layers])
-        self.seats.add(seat)
-        return seat
-
-    def _none(self, spec: LayerSpec, dim: int) -> Tensor:
-        return torch.empty(0, spec.num_kv_heads, dim, dtype=self.setup.geometry.kv_dtype)
-
-    def grow(self, seat: Seat, num_tokens: int) -> bool:
-        return True
-
-    def close(self, seat: Seat) -> None:
-        assert isinstance(seat, SieveSeat)
-        self.seats.remove(seat)
-
-    def plan(self, rows: Sequence[Row]) -> Plan:
-        return self.plan_type(self, rows)
-
-    def count_dropped_tokens(self, seat: Seat) -> int:
-        dropped, heads = 0, 0
-        for spec in self.setup.geometry.layers:
-            window = self.setup.geometry.max_seq_len if spec.window is None else spec.window
-            used = range(max(0, seat.length + 1 - window), seat.length)
-            dropped += spec.num_kv_heads * sum(1 for position in used if position % self.options.keep)
-            heads += spec.num_kv_heads
-        return dropped // heads
+    def count_visible(self, layer: int, length: int) -> int:
+        window = self.setup.geometry.layers[layer].window
+        first = 0 if window is None else max(0, length + 1 - window)  # of what the next token uses
+        return sum(position % self.options.keep == 0 for position in range(first, length))
 
     def usage(self) -> CacheUsage:
-        return CacheUsage(len(self.seats), sum(seat.length for seat in self.seats), 0, 0, 0, 0, 0)
+        return CacheUsage(len(self.sequences), sum(each.length for each in self.sequences), 0, 0, 0, 0, 0)
+
+    def blocks(self) -> Blocks:
+        return Blocks()
 
     def check_integrity(self) -> None:
-        assert all(seat.length <= self.setup.geometry.max_seq_len for seat in self.seats)
+        assert all(each.length <= self.setup.geometry.max_seq_len for each in self.sequences)

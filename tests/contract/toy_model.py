@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cache_strategies.base import KVCache, Row, Seat
+from cache_strategies.base import KVCache, KVSequence
+from cache_strategies.types import Text
 from kernels.ops import Attention
 from kernels.types import LayerSpec
-from plugin_kit.driver.steps import find_instance
+from plugin_kit.driver.steps import count_until_stop, find_instance
 from server.engine.batch import Batch, RowInput
 
 VOCABULARY, WIDTH, POSITIONS = 50, 24, 256
@@ -62,7 +63,7 @@ class Request:
 
     cache: KVCache
     tokens: list[int]
-    seat: Seat
+    sequence: KVSequence
     logits: list[Tensor] = field(default_factory=list)
 
 
@@ -72,25 +73,27 @@ def open_requests(
     """Open a request for each prompt, under the instance that `placement` names, without prefix-cache hits."""
     requests = []
     for name, prompt in zip(placement, prompts, strict=True):
-        seat = caches[name].open(prompt, max_cached=0)
-        assert seat is not None, "no room"
-        requests.append(Request(caches[name], list(prompt), seat))
+        sequence = caches[name].open(Text(prompt, max_cached=0))
+        assert sequence is not None, "no room"
+        requests.append(Request(caches[name], list(prompt), sequence))
     return requests
 
 
 def run_step(model: ToyModel, requests: Sequence[Request], budget: int) -> None:
     """Run a step: one token of each decoding request, then prompts in order, within the budget."""
     work, rows = [], []
-    for request in sorted(requests, key=lambda r: len(r.tokens) - r.seat.length > 1):
-        n = min(budget, len(request.tokens) - request.seat.length, request.cache.contract.max_row or budget)
+    for request in sorted(requests, key=lambda r: len(r.tokens) - r.sequence.length > 1):
+        n = min(count_until_stop(request.sequence, budget), len(request.tokens) - request.sequence.length)
         if n == 0:
             continue
         budget -= n
-        assert request.cache.grow(request.seat, n), "no room"
-        start = request.seat.length
+        assert request.sequence.reserve(n), "no room"
+        start = request.sequence.length
         ends = start + n == len(request.tokens)
         work.append(
-            RowInput(find_instance(request.cache), Row(request.seat, n), request.tokens[start : start + n], int(ends))
+            RowInput(
+                find_instance(request.cache), request.sequence, start, request.tokens[start : start + n], int(ends)
+            )
         )
         rows.append(request)
     for instance in {item.instance for item in work}:

@@ -49,7 +49,7 @@ def visible_in_row(cache: KVCache, kind: str, ids: Sequence[int], layer: int, st
     heads = []
     for head in range(spec.num_kv_heads if cache.split_heads else 1):
         is_kept = torch.zeros(end, dtype=torch.bool)
-        is_kept[list_kept(ids, start, cache.every, layer, head)] = True
+        is_kept[list_kept(start, cache.every, layer, head)] = True
         is_kept[start:] = True  # tokens are dropped between rows
         heads.append(visible_keys(spec, end, first=start) & is_kept)
     return torch.stack(heads).expand(spec.num_kv_heads, n, end)

@@ -7,16 +7,20 @@ all caches and of the memory after each of the first steps, later after some, as
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from torch import Tensor
 
+from cache_strategies.base import KVCache, Locations, Rows
 from config.errors import SettingsError
 from config.settings import Settings
+from server.engine.batch import attend_at
 from server.engine.build import Engine, build_engine
 from server.engine.ipc.messages import (
     Admitted,
@@ -196,8 +200,8 @@ class Driver:
         running, waiting = self.core.scheduler.running, self.core.scheduler.waiting
         assert running == sorted(running, key=lambda r: r.queue_key)
         assert waiting == sorted(waiting, key=lambda r: r.queue_key)
-        assert all(request.seat is not None for request in running)
-        assert all(request.seat is None for request in waiting)
+        assert all(request.sequence is not None for request in running)
+        assert all(request.sequence is None for request in waiting)
         seats = sum(cache.usage().seats for cache in self.core.instances.values())
         assert len(running) + len(self.engine.shadows) == seats
 
@@ -257,6 +261,26 @@ class Driver:
             message, Admitted | Preempted | Progress | PromptScores | Tokens | Explained | Compared | Failed
         )
         self.heard[message.request_id].hear(message, len(self.steps))
+
+
+def compute_by_hooks(cache: KVCache, attend: Callable[[int, Callable[[], None], Tensor], None]) -> None:
+    """Let a cache compute its attention by its hook: attend(layer, what computes it, where it is written)."""
+    right, right_hook = cache.locate, cache.attend
+    located: list[Locations] = []
+
+    def locate(rows: Rows) -> Locations:
+        located[:] = [right(rows)]
+        return Locations([None] * len(cache.setup.geometry.layers))
+
+    def hook(layer: int, rows: Rows, *tensors: Tensor) -> None:
+        by_layer, tap = located[0]
+        location = by_layer[layer]
+        run = partial(right_hook, layer, rows, *tensors)
+        if location is not None:
+            run = partial(attend_at, cache.setup, location, tap, layer, *tensors)
+        attend(layer, run, tensors[-1])
+
+    cache.locate, cache.attend = locate, hook  # type: ignore[method-assign,assignment]
 
 
 def least_memory(directory: Path, **settings: Any) -> int:

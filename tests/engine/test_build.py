@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from cache_strategies.base import Seat
+from cache_strategies.base import KVSequence
 from config import settings as configured
 from config.errors import SettingsError
 from config.settings import Settings
@@ -119,12 +119,12 @@ def test_the_capacity_that_is_told_is_what_fits(tiny: Path, name: str) -> None:
     driver = Driver(tiny, **settings, kv_memory=str(3 * least_memory(tiny, **settings)))
     for told in summarize_engine(driver.engine)["strategies"]:
         cache = driver.core.instances[told["name"]]
-        seats: list[Seat] = []
+        seats: list[KVSequence] = []
         while (seat := cache.open(random_prompt(60, seed=len(seats)))) is not None:
             seats.append(seat)
         assert told["capacity_tokens"] == 60 * len(seats), told["name"]
         for seat in seats:
-            cache.close(seat)
+            seat.close()
 
 
 # -------------------------------------------------------------------- device and types

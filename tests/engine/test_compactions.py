@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cache_strategies.base import KVCache, Seat
+from cache_strategies.base import KVSequence
 from server.engine.info import describe_caches, make_engine_info, read_engine_state
 from server.metrics.registry import Metrics
 from server.records import Compaction, RequestRecord
@@ -195,10 +195,11 @@ def test_a_request_that_waits_for_memory_starts_when_a_compaction_has_freed_it(t
 
 
 # ---------------------------------------------------------------- strategies that fail, or say nothing
-def replace_compact(driver: Driver, make: Any) -> None:
-    """Replace the strategy's compact() by what `make` returns for it."""
-    inner: KVCache = driver.core.instances["small"].strategy
-    inner.compact = make(inner.compact)  # type: ignore[method-assign]
+def replace_compact(driver: Driver, compact: Any) -> None:
+    """Replace compact() of the strategy's sequences: compact(sequence, the right method)."""
+    inner: Any = driver.core.instances["small"].strategy
+    base = inner.sequence_type
+    inner.sequence_type = type("Changed", (base,), {"compact": lambda self: compact(self, lambda: base.compact(self))})
 
 
 def run_alone(driver: Driver) -> RequestRecord:
@@ -211,17 +212,14 @@ def test_a_compaction_that_is_repeated_counts_once_with_the_time_of_both(tiny: P
     driver = make_driver(tiny, **OPTIONS["tokens"])
     failures: list[int] = []
 
-    def make(right: Any) -> Any:
-        def compact(seat: Seat) -> Any:
-            if seat.length % 16 == 0 and seat.length not in failures:
-                failures.append(seat.length)
-                time.sleep(0.01)
-                raise RuntimeError("planted")
-            return right(seat)
+    def compact(sequence: KVSequence, right: Any) -> Any:
+        if sequence.length % 16 == 0 and sequence.length not in failures:
+            failures.append(sequence.length)
+            time.sleep(0.01)
+            raise RuntimeError("planted")
+        return right()
 
-        return compact
-
-    replace_compact(driver, make)
+    replace_compact(driver, compact)
     record, counted = run_alone(driver), count_by_hand(89, OPTIONS["tokens"])
     assert (record.outcome, record.compactions) == ("length", counted.compactions)
     assert record.compaction_seconds >= 0.01 * counted.compactions
@@ -231,15 +229,12 @@ def test_a_compaction_that_is_repeated_counts_once_with_the_time_of_both(tiny: P
 def test_a_compaction_that_fails_twice_does_not_count(tiny: Path) -> None:
     driver = make_driver(tiny, **OPTIONS["tokens"])
 
-    def make(right: Any) -> Any:
-        def compact(seat: Seat) -> Any:
-            if seat.length == 64:
-                raise RuntimeError("planted")
-            return right(seat)
+    def compact(sequence: KVSequence, right: Any) -> Any:
+        if sequence.length == 64:
+            raise RuntimeError("planted")
+        return right()
 
-        return compact
-
-    replace_compact(driver, make)
+    replace_compact(driver, compact)
     record, counted = run_alone(driver), count_by_hand(63, OPTIONS["tokens"])
     assert (record.outcome, record.compactions, record.budget_tokens) == ("error", counted.compactions, None)
     assert len(compactions_of(driver)) == counted.compactions
@@ -248,13 +243,10 @@ def test_a_compaction_that_fails_twice_does_not_count(tiny: Path) -> None:
 def test_a_strategy_whose_compact_returns_nothing_is_served_and_not_counted(tiny: Path) -> None:
     telling, silent = (make_driver(tiny, **OPTIONS["tokens"]) for _ in range(2))
 
-    def make(right: Any) -> Any:
-        def compact(seat: Seat) -> None:
-            right(seat)
+    def compact(sequence: KVSequence, right: Any) -> None:
+        right()
 
-        return compact
-
-    replace_compact(silent, make)
+    replace_compact(silent, compact)
     expected, record = run_alone(telling), run_alone(silent)
     assert silent.heard["it"].tokens == telling.heard["it"].tokens
     assert (record.compactions, record.compaction_seconds) == (0, 0)

@@ -80,7 +80,7 @@ def preempted(driver: Driver, instance: str) -> None:
     asked(driver, instance)
     for _ in range(5):
         driver.step()
-    if driver.request("it").seat is not None:
+    if driver.request("it").sequence is not None:
         driver.preempt("it")
 
 

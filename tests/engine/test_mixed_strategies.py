@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_strategies.base import Plan
+from cache_strategies.base import Rows
 from kernels.backends import load_ops
 from kernels.composite import CompositeOps
 from kernels.cpu.backend import CpuOps
@@ -66,9 +66,9 @@ class Recording:
             self.tapped += [query for query in self._queries(attention) if query is not None]
             return self._last
 
-        def recorded_attend(instance: Instance, plan: Plan, layer_idx: int, *tensors: Tensor) -> None:
+        def recorded_attend(instance: Instance, rows: Rows, layer_idx: int, *tensors: Tensor) -> None:
             self.called.add((instance.name, layer_idx))
-            attend(instance, plan, layer_idx, *tensors)
+            attend(instance, rows, layer_idx, *tensors)
 
         patch.setattr(driver.core.model, "forward", recorded_forward)
         patch.setattr(Instance, "attend", recorded_attend)

@@ -118,15 +118,15 @@ def test_when_the_owner_fails_those_who_wait_inherit(
 ) -> None:
     driver = together(tiny)
     cache = driver.core.instances["paged"]
-    plan: Callable[..., Any] = cache.plan
+    locate: Callable[..., Any] = cache.locate
     driver.step()
 
-    def broken(rows: Any, **_: Any) -> Any:
+    def broken(rows: Any, lengths: Any) -> Any:
         raise ValueError("out of luck")
 
-    monkeypatch.setattr(cache, "plan", broken)
+    monkeypatch.setattr(cache, "locate", broken)
     driver.step()
-    monkeypatch.setattr(cache, "plan", plan)
+    monkeypatch.setattr(cache, "locate", locate)
     assert driver.heard["0"].failed is not None
     driver.run()
     assert_right(driver, reference, but=0)

@@ -17,7 +17,7 @@ from server.engine.ipc.messages import Speculation
 from server.engine.model_runner import ModelRunner
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.engine.test_step_recovery import ALWAYS, INSTANCES, break_plan
+from tests.engine.test_step_recovery import ALWAYS, INSTANCES, break_locate
 
 SETTINGS: dict[str, Any] = {
     "strategies": strategies(paged={"kind": "paged", "block_size": 8}, mirrored={"kind": "mirrored"}),
@@ -183,7 +183,7 @@ def test_a_failing_strategy_and_a_failing_request_in_one_step(tiny: Path, refere
     submit_six(driver)
     for _ in range(3):
         driver.step()
-    break_plan(driver, "paged", ALWAYS)
+    break_locate(driver, "paged", ALWAYS)
     bad = driver.submit("bad", random_prompt(5), COUNT, kv_cache="contiguous", logit_bias=((NO_SUCH_TOKEN, 1.0),))
     driver.run()
     assert bad.failed is not None

@@ -242,8 +242,8 @@ def bounds(driver: Driver) -> tuple[int, int]:
     d, heads, kv = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     weights = LAYERS[0] * ((heads + 2 * kv) * d + heads * d + 3 * c.intermediate_size * d) + c.vocab_size * d
     (request,) = driver.requests
-    assert request.seat is not None
-    least = FLOAT * (weights + LAYERS[0] * 2 * kv * (request.seat.length + 1))
+    assert request.sequence is not None
+    least = FLOAT * (weights + LAYERS[0] * 2 * kv * (request.sequence.length + 1))
     activations = FLOAT * (LAYERS[0] * WIDTHS * d + c.vocab_size + 8 * d)
     assert activations < FLOAT * heads * d
     return least, least + activations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_strategies.base import KVCache, Plan, Row
+from cache_strategies.base import KVCache, Locations, Rows
 from kernels.ops import Attention
 from server.engine.results import StepResult
-from tests.engine.engine_driver import Driver, strategies
+from tests.engine.engine_driver import Driver, compute_by_hooks, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
 INSTANCES = ["paged", "contiguous", "sliding_window", "mirrored"]
@@ -29,46 +28,33 @@ LAST_LAYER = 1
 Break = Callable[[Driver, str, int], None]
 
 
-def break_plan(driver: Driver, instance: str, times: int) -> None:
-    """Make the next `times` calls of plan() raise."""
+def break_locate(driver: Driver, instance: str, times: int) -> None:
+    """Make the next `times` calls of locate() raise."""
     cache = driver.core.instances[instance].strategy
-    plan, left = cache.plan, [times]
+    right, left = cache.locate, [times]
 
-    def broken(rows: Sequence[Row]) -> Plan:
+    def broken(rows: Rows) -> Locations:
         _raise_while(left)
-        return plan(rows)
+        return right(rows)
 
-    cache.plan = broken  # type: ignore[method-assign]
+    cache.locate = broken  # type: ignore[method-assign]
 
 
 def break_attend(layer: int) -> Break:
     """Make the next `times` calls of attend() at `layer` raise, after the keys of the layers before were written."""
 
     def break_it(driver: Driver, instance: str, times: int) -> None:
-        cache = driver.core.instances[instance].strategy
-        plan, left = cache.plan, [times]
+        left = [times]
 
-        def broken(rows: Sequence[Row]) -> Plan:
-            return _failing(cache, plan(rows), layer, left)
+        def attend(number: int, run: Callable[[], None], out: Tensor) -> None:
+            run()
+            if number == layer:
+                out.fill_(float("nan"))  # nothing of it may be used
+                _raise_while(left, or_else=run)
 
-        cache.plan = broken  # type: ignore[method-assign]
+        compute_by_hooks(driver.core.instances[instance].strategy, attend)
 
     return break_it
-
-
-def _failing(cache: KVCache, plan: Plan, layer: int, left: list[int]) -> Plan:
-    """Return a plan that computes the same by hooks, of which that of `layer` fails."""
-    hooked = copy(plan)
-
-    def broken(layer_idx: int, *tensors: Any) -> None:
-        cache.attend(plan, layer_idx, *tensors)
-        if layer_idx == layer:
-            tensors[-1].fill_(float("nan"))  # nothing of it may be used
-            _raise_while(left, or_else=lambda: cache.attend(plan, layer_idx, *tensors))
-
-    hooked.kv_location = lambda layer_idx: None  # type: ignore[method-assign]
-    hooked.attend = broken  # type: ignore[assignment,method-assign]
-    return hooked
 
 
 def _raise_while(left: list[int], or_else: Callable[[], None] = lambda: None) -> None:
@@ -79,7 +65,7 @@ def _raise_while(left: list[int], or_else: Callable[[], None] = lambda: None) ->
 
 
 ways = pytest.mark.parametrize(
-    "break_it", [break_plan, break_attend(0), break_attend(LAST_LAYER)], ids=["plan", "attend_first", "attend_last"]
+    "break_it", [break_locate, break_attend(0), break_attend(LAST_LAYER)], ids=["locate", "attend_first", "attend_last"]
 )
 ALWAYS = 10**9
 
@@ -146,7 +132,7 @@ def test_one_that_comes_back_ends_that_strategys_rows_and_no_others(
 
 def test_texts_of_others_are_the_same_as_without_the_failure(tiny: Path) -> None:
     calm, struck = started(tiny, steps=7), started(tiny, steps=7)
-    break_plan(struck, "paged", ALWAYS)
+    break_locate(struck, "paged", ALWAYS)
     for driver in (calm, struck):
         driver.run()
     for name, heard in struck.heard.items():
@@ -167,7 +153,7 @@ def test_a_strategy_that_always_fails_fails_whoever_comes_and_stalls_nobody(tiny
 
 def test_a_strategy_that_is_well_again_serves_again(tiny: Path, reference: Reference) -> None:
     driver = started(tiny, steps=3)
-    break_plan(driver, "paged", 2)
+    break_locate(driver, "paged", 2)
     driver.run()
     again = driver.submit("paged 0", random_prompt(25, seed=0), COUNT, kv_cache="paged")
     driver.run()
@@ -186,7 +172,7 @@ def test_all_may_fail_in_one_step(tiny: Path) -> None:
 
 def test_two_that_fail_once_each_in_one_step_are_both_repeated(tiny: Path, reference: Reference) -> None:
     driver = started(tiny, steps=7)
-    break_plan(driver, "paged", 1)
+    break_locate(driver, "paged", 1)
     break_attend(LAST_LAYER)(driver, "sliding_window", 1)
     assert driver.step().report.failures == {"paged": 1, "sliding_window": 1}
     driver.run()
@@ -218,11 +204,11 @@ def test_a_bug_outside_the_strategies_is_not_blamed_on_one(tiny: Path, monkeypat
 
 
 def test_the_seam_is_patched_where_the_engine_looks(tiny: Path) -> None:
-    """A check of the tests above: the engine calls the patched plan()."""
+    """A check of the tests above: the engine calls the patched locate()."""
     driver = started(tiny, steps=0)
     caches: list[KVCache] = list(driver.core.instances.values())
     for cache in caches:
-        break_plan(driver, cache.name, ALWAYS)
+        break_locate(driver, cache.name, ALWAYS)
     driver.run(at_most=10)
     assert all(heard.failed for heard in driver.heard.values())
 

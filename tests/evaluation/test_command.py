@@ -194,7 +194,7 @@ from cache_strategies.sliding_window import SlidingWindowCache
 
 
 class Window(SlidingWindowCache):
-    interface_version = 2
+    interface_version = 3
 
 
 class Values(Scorer):

@@ -8,7 +8,7 @@ import pytest
 
 from server.evaluation.corpus import facts, plots, smalltalk, words
 from server.evaluation.corpus.generator import Document, DocumentGenerator, PieceKind, join_text
-from server.evaluation.corpus.packing import BOS_ID, EOS_ID, WEIGHTS, Mix, Rows, pack
+from server.evaluation.corpus.packing import BOS_ID, EOS_ID, WEIGHTS, Mix, PackedRows, pack
 from server.evaluation.corpus.templates import expand
 from server.evaluation.corpus.words import HELD_OUT, TRAIN
 from tools.train.tokenizer import sample_texts, train_tokenizer
@@ -30,7 +30,7 @@ def _training_text() -> str:
 
 
 @cache
-def _rows(context: int, mix: Mix) -> tuple[Rows, list[str]]:
+def _rows(context: int, mix: Mix) -> tuple[PackedRows, list[str]]:
     """Packed rows, and the text of every token of the vocabulary."""
     tokenizer = train_tokenizer(sample_texts(3, rounds=20), size=1024)
     tokens = [tokenizer.decode([index]) for index in range(tokenizer.get_vocab_size())]

@@ -8,28 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, KVCache, Plan, Row, Seat
-from cache_strategies.block_table import TableOptions, TablePlan, TableSeat
-from cache_strategies.compressed.cache import CompressedCache
-from cache_strategies.compressed.seat import CompressedSeat
+from cache_strategies.base import CacheSetup, KVCache, KVSequence, Locations, Rows
+from cache_strategies.block_table import TableOptions
+from cache_strategies.compressed.cache import CompressedCache, CompressedSequence
 from cache_strategies.contiguous import ContiguousCache
 from cache_strategies.memory import Region
-from cache_strategies.paged.cache import PagedCache
-from cache_strategies.single_block import SingleBlockCache
-from cache_strategies.sliding_window import SlidingWindowCache, WindowOptions
-from cache_strategies.streaming.cache import StreamingCache
+from cache_strategies.paged.cache import PagedCache, PagedSequence
+from cache_strategies.single_block import SingleBlockCache, SingleBlockSequence
+from cache_strategies.sliding_window import SlidingWindowCache, WindowOptions, WindowSequence
+from cache_strategies.streaming.cache import StreamingCache, StreamingSequence
 from cache_strategies.streaming.options import StreamingOptions
-from cache_strategies.types import KEEPS_EVERYTHING, NO_SALT, BlockInfo, CachedPrefix, CacheUsage, Geometry, Salt, Sizes
+from cache_strategies.types import KEEPS_EVERYTHING, NO_SALT, BlockInfo, CachedPrefix, CacheUsage, Geometry, Sizes, Text
+from kernels.ops import KVLocation
 from kernels.types import LayerSpec
-from tests.contract.kinds.hooked import HookedCache, HookedOptions, HookedPlan
+from tests.contract.kinds.hooked import HookedCache, HookedOptions
 from tests.contract.kinds.random_drop import DropOptions, RandomDropCache
-from tests.contract.third_party_strategy import SieveCache, SievePlan
+from tests.contract.third_party_strategy import SieveCache, SieveSequence
 
 
-class SoundCache(SingleBlockCache[TableSeat]):
+class SoundCache(SingleBlockCache[SingleBlockSequence]):
     """Keeps every token of a running sequence, and makes no mistake."""
 
-    interface_version = 2
+    interface_version = 3
 
     def __init__(self, setup: CacheSetup, options: TableOptions) -> None:
         super().__init__(setup, options)
@@ -41,23 +41,18 @@ class SoundCache(SingleBlockCache[TableSeat]):
 
 
 # ---------------------------------------------------------------- what is attended to
-class HidingPlan(TablePlan[TableSeat]):
-    """A plan that attends to the first key, and does not list it."""
-
-    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        k, v, positions = super().gather_kv(layer_idx, row)
-        return (k[1:], v[1:], positions[1:]) if len(positions) > 1 else (k, v, positions)
-
-
 class WrongGather(SoundCache):
-    def plan(self, rows: Sequence[Row[TableSeat]]) -> Plan[TableSeat]:
-        return HidingPlan(self, rows, self.table.make_slots(rows))
+    """Attends to the first key, and does not list it."""
+
+    def gather(self, layer: int, rows: Rows[SingleBlockSequence], row: int) -> tuple[Tensor, Tensor, Tensor]:
+        k, v, positions = super().gather(layer, rows, row)
+        return (k[1:], v[1:], positions[1:]) if len(positions) > 1 else (k, v, positions)
 
 
 class BlindToWindows(SoundCache):
     """Lists all keys in layers with a window of their own, too."""
 
-    def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
+    def list_visible_positions(self, length: int, spec: LayerSpec) -> Tensor:
         return torch.arange(length)
 
 
@@ -66,10 +61,12 @@ class ForgetfulExact(SoundCache):
 
 
 class WrongCount(SlidingWindowCache):
-    interface_version = 2
+    """Counts neither sinks nor the windows of layers."""
 
-    def count_dropped_tokens(self, seat: TableSeat) -> int:
-        return max(0, seat.length - self.window)
+    interface_version = 3
+
+    def count_visible(self, layer: int, length: int) -> int:
+        return min(length, self.window)
 
 
 class HookCache(HookedCache):
@@ -78,54 +75,37 @@ class HookCache(HookedCache):
     def __init__(self, setup: CacheSetup, options: HookedOptions) -> None:
         super().__init__(setup, HookedOptions(layers="all"))
 
-    def plan(self, rows: Sequence[Row[TableSeat]]) -> HookedPlan:
-        return self.plan_type(self, rows)
 
-    plan_type: type[HookedPlan] = HookedPlan
-
-
-class SpreadingPlan(HookedPlan):
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        super().attend(layer_idx, q, k, v, out)
+class NaNSpreads(HookCache):
+    def attend(self, layer: int, rows: Rows[SingleBlockSequence], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        super().attend(layer, rows, q, k, v, out)
         out += 0 * k.sum()  # of all rows: NaN times 0 is NaN
 
 
-class NaNSpreads(HookCache):
-    plan_type = SpreadingPlan
-
-
-class CountingPlan(HookedPlan):
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        super().attend(layer_idx, q, k, v, out)
-        out *= 1 + 0.01 * (len(self.rows) - 1)
-
-
 class BatchDependent(HookCache):
-    plan_type = CountingPlan
-
-
-class WholeBlockPlan(HookedPlan):
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        super().attend(layer_idx, q, k, v, out)
-        whole_block = self._cache.store.k(layer_idx)[self.rows[0].seat.blocks[0]]
-        out += 0 * whole_block.sum()  # as a mask does that multiplies
+    def attend(self, layer: int, rows: Rows[SingleBlockSequence], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        super().attend(layer, rows, q, k, v, out)
+        out *= 1 + 0.01 * (len(rows) - 1)
 
 
 class ReadsUnused(HookCache):
-    plan_type = WholeBlockPlan
+    def attend(self, layer: int, rows: Rows[SingleBlockSequence], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        super().attend(layer, rows, q, k, v, out)
+        whole_block = self.store.k(layer)[rows.sequences[0].blocks[0]]
+        out += 0 * whole_block.sum()  # as a mask does that multiplies
 
 
 # ---------------------------------------------------------------- doing it again
 class OwnMood(SlidingWindowCache):
     """Another window for each of three sequences."""
 
-    interface_version = 2
+    interface_version = 3
     opened = 0
 
-    def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> TableSeat | None:
+    def open(self, text: Text) -> WindowSequence | None:
         self.opened += 1
         self.window = self.options.window - self.opened % 3
-        return super().open(tokens, salt=salt, max_cached=max_cached)
+        return super().open(text)
 
 
 class ChunkDependent(RandomDropCache):
@@ -134,87 +114,136 @@ class ChunkDependent(RandomDropCache):
         self.contract = self.contract._replace(chunk_invariant=True)
 
 
-class LongRows(SoundCache):
-    def __init__(self, setup: CacheSetup, options: TableOptions) -> None:
-        super().__init__(setup, options)
-        self.contract = self.contract._replace(max_row=16)
+class StuckSequence(SingleBlockSequence):
+    """A sequence whose rows end at the same position for ever."""
 
-    def row_limit(self, seat: TableSeat) -> int | None:
-        return 40 if seat.length else 16
+    def __init__(self, cache: SingleBlockCache[Any], block: int, length: int = 0) -> None:
+        super().__init__(cache, block, length)
+        self.stop = 40
 
-    def grow(self, seat: TableSeat, num_tokens: int) -> bool:
+
+class Stuck(SoundCache):
+    sequence_type = StuckSequence
+
+
+class LongRowsSequence(WindowSequence):
+    """A sequence that lets rows be longer than its ring can take."""
+
+    def reserve(self, num_tokens: int) -> bool:
         return True
+
+    def commit(self, ids: Sequence[int]) -> None:
+        super().commit(ids)
+        self.stop = None
+
+
+class LongRows(SlidingWindowCache):
+    interface_version = 3
+    sequence_type = LongRowsSequence
+
+
+class SharingSequence(SingleBlockSequence):
+    """A sequence whose fork has its parent's block, which both write."""
+
+    def fork(self) -> SharingSequence | None:
+        cache = self.cache
+        if cache.table.is_full:
+            return None
+        child = type(self)(cache, self.blocks[0], self.length)
+        child.found = self.found
+        return child
+
+    def close(self) -> None:
+        block = self.leave()
+        if all(block not in other.blocks for other in self.cache.sequences):
+            self.cache.region.release([block])
 
 
 class SharingFork(SoundCache):
-    """A fork has its parent's block, which both write."""
-
-    def fork(self, seat: TableSeat) -> TableSeat | None:
-        if self.table.is_full:
-            return None
-        child = self._make_seat(seat.blocks[0], seat.length)
-        child.cached = seat.cached
-        return child
-
-    def close(self, seat: TableSeat) -> None:
-        self.seats.remove(seat)
-        self.table.release_row(seat.index)
-        if all(seat.blocks != other.blocks for other in self.seats):
-            self.region.release([seat.blocks.pop()])
+    sequence_type = SharingSequence
 
     def check_integrity(self) -> None:
         pass
 
 
+class ForklessSequence(SingleBlockSequence):
+    """A sequence that has a method fork(), and is never forked."""
+
+    def fork(self) -> None:
+        return None
+
+
+class NeverForks(SoundCache):
+    sequence_type = ForklessSequence
+
+
 class RewindLies(SlidingWindowCache):
     """A ring that has overwritten what it says that it can bring back."""
 
-    interface_version = 2
+    interface_version = 3
 
     def __init__(self, setup: CacheSetup, options: Any) -> None:
         super().__init__(setup, options)
         self.contract = self.contract._replace(rewind=None)
 
 
-class AppendingPlan(SievePlan):
-    """A plan that appends its keys, though those of a failed attempt may be there already."""
-
-    def _enter(self, row: Row, layer: int, k: Tensor, v: Tensor) -> None:
-        old_k, old_v = row.seat.layers[layer]  # type: ignore[attr-defined]
-        row.seat.layers[layer] = torch.cat((old_k, k)), torch.cat((old_v, v))  # type: ignore[attr-defined]
-
-
 class NotRepeatable(SieveCache):
-    plan_type = AppendingPlan
+    """Appends keys, though those of a failed attempt may be there already."""
+
+    def enter(self, sequence: SieveSequence, layer: int, k: Tensor, v: Tensor) -> None:
+        old_k, old_v = sequence.layers[layer]
+        sequence.layers[layer] = torch.cat((old_k, k)), torch.cat((old_v, v))
+
+
+class GreedySequence(SingleBlockSequence):
+    """A sequence that commits all tokens of a row, whichever were accepted."""
+
+    num_located = 0  # in the latest step
+
+    def commit(self, ids: Sequence[int]) -> None:
+        self.length += self.num_located
 
 
 class AllDraftsStay(SoundCache):
-    def commit(self, plan: Plan[TableSeat], tokens: Sequence[Sequence[int]]) -> None:
-        for row in plan.rows:
-            row.seat.length += row.num_tokens
+    sequence_type = GreedySequence
+
+    def locate(self, rows: Rows[Any]) -> Locations:
+        for each, num_tokens in zip(rows.sequences, rows.counts, strict=True):
+            each.num_located = num_tokens
+        return super().locate(rows)
+
+
+class HastySequence(CompressedSequence):
+    """A sequence that gives up what it holds before the copies are made."""
+
+    tried: int | None = None  # the length at which it was compacted
+
+    def compact(self) -> bool:
+        if self.length % self.cache.options.every == 0 and self.tried == self.length:
+            self.boundary = self.length
+            return True
+        self.tried = self.length
+        return super().compact()
 
 
 class HastyCompaction(CompressedCache):
-    """Gives up what it holds before the copies are made."""
-
-    interface_version = 2
-
-    def compact(self, seat: Any) -> None:
-        if seat.length % self.options.every == 0 and getattr(self, "tried", None) == (id(seat), seat.length):
-            seat.boundary = seat.length
-            return
-        self.tried = (id(seat), seat.length)
-        super().compact(seat)
+    interface_version = 3
+    sequence_type = HastySequence
 
 
 # ---------------------------------------------------------------- memory
+class LeakingSequence(SingleBlockSequence):
+    """A sequence that keeps its block if it was never used."""
+
+    def close(self) -> None:
+        if self.length:
+            super().close()
+        else:
+            self.leave()
+
+
 class Leak(SoundCache):
-    def close(self, seat: TableSeat) -> None:
-        if seat.length:
-            super().close(seat)
-            return
-        self.seats.remove(seat)  # and its block stays
-        self.table.release_row(seat.index)
+    sequence_type = LeakingSequence
 
     def check_integrity(self) -> None:
         pass
@@ -247,66 +276,62 @@ class OtherBlocks(SoundCache):
         return Sizes([2 * size], count_blocks)
 
 
-class GrowsForever(StreamingCache):
-    """A streaming cache that takes a block at each boundary, and frees none before a sequence ends."""
+class GrowingSequence(StreamingSequence):
+    """A sequence that takes a block at each boundary, and frees none before its end."""
 
-    interface_version = 2
+    def compact(self) -> bool:
+        has_dropped = super().compact()
+        if has_dropped and isinstance(self.cache, GrowsForever):
+            self.cache.taken += self.cache.memory.regions[0].allocate() or ()
+        return has_dropped
+
+    def close(self) -> None:
+        super().close()
+        while isinstance(self.cache, GrowsForever) and self.cache.taken:
+            self.cache.memory.regions[0].release([self.cache.taken.pop()])
+
+
+class GrowsForever(StreamingCache):
+    interface_version = 3
+    sequence_type = GrowingSequence
 
     def __init__(self, setup: CacheSetup, options: StreamingOptions) -> None:
         super().__init__(setup, options)
-        self._taken: list[int] = []
+        self.taken: list[int] = []
 
-    def compact(self, seat: CompressedSeat) -> int | None:
-        dropped = super().compact(seat)
-        if dropped:
-            self._taken += self.memory.regions[0].allocate() or ()
-        return dropped
 
-    def close(self, seat: CompressedSeat) -> None:
-        super().close(seat)
-        while self._taken:
-            self.memory.regions[0].release([self._taken.pop()])
+class EndlessSequence(WindowSequence):
+    def reserve(self, num_tokens: int) -> bool:
+        return True
 
 
 class EndlessWindow(SlidingWindowCache):
     """A window that lets texts go on, and counts positions in the text."""
 
-    interface_version = 2
+    interface_version = 3
+    sequence_type = EndlessSequence
 
     def __init__(self, setup: CacheSetup, options: WindowOptions) -> None:
         super().__init__(setup, options)
         self.contract = self.contract._replace(unbounded=True)
 
-    def grow(self, seat: TableSeat, num_tokens: int) -> bool:
-        return True
-
-
-class PlanThatWritesElsewhere(Plan[TableSeat]):
-    """Computes by a hook what another plan says, and writes into blocks that are not its own."""
-
-    def __init__(self, cache: SoundCache, right: Plan[TableSeat]) -> None:
-        self.rows, self._cache, self._right = right.rows, cache, right
-
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        self._cache.attend(self._right, layer_idx, q, k, v, out)
-        region = self._cache.region
-        region.memory[region.page_bytes - 1 :: region.page_bytes] = layer_idx + self.rows[0].seat.length % 100
-
-    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self._right.gather_kv(layer_idx, row)
-
 
 class WritesElsewhere(SoundCache):
-    def plan(self, rows: Sequence[Row[TableSeat]]) -> Plan[TableSeat]:
-        return PlanThatWritesElsewhere(self, super().plan(rows))
+    """Computes all layers by a hook, and writes into blocks that are not its own."""
 
+    _whole: Sequence[KVLocation | None]
 
-class RepeatsOneHead(SoundCache):
-    """Takes the keys of one head for those of all, as an assignment to a larger tensor does."""
+    def locate(self, rows: Rows[SingleBlockSequence]) -> Locations:
+        self._whole, _ = super().locate(rows)
+        return Locations([None] * len(self._whole))
 
-    def attend(self, plan: Plan[TableSeat], layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        heads = self.setup.geometry.layers[layer_idx].num_kv_heads
-        super().attend(plan, layer_idx, q, *(x.expand(-1, heads, -1) for x in (k, v)), out)
+    def attend(self, layer: int, rows: Rows[SingleBlockSequence], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        location, spec = self._whole[layer], self.setup.geometry.layers[layer]
+        assert location is not None
+        self.setup.ops.write_kv(location.store, layer, k, v, location.at)
+        self.setup.ops.attend(out, q, location.store, layer, location.at, spec, window=location.window)
+        region = self.region
+        region.memory[region.page_bytes - 1 :: region.page_bytes] = layer + rows.sequences[0].length % 100
 
 
 class WrongUsage(SoundCache):
@@ -317,16 +342,16 @@ class WrongUsage(SoundCache):
 class SaltBlind(PagedCache):
     """Finds what was computed under any salt."""
 
-    interface_version = 2
+    interface_version = 3
 
-    def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> Any:
-        return super().open(tokens, max_cached=max_cached)
+    def open(self, text: Text) -> PagedSequence | None:
+        return super().open(text._replace(salt=NO_SALT))
 
 
 class ParentsLast(PagedCache):
     """Lists children before their parents."""
 
-    interface_version = 2
+    interface_version = 3
 
     def list_prefixes(self, limit: int) -> tuple[Sequence[CachedPrefix], int]:
         prefixes, omitted = super().list_prefixes(limit)
@@ -336,7 +361,7 @@ class ParentsLast(PagedCache):
 class LosesHits(PagedCache):
     """Counts a hit with the longest prefix that was found, and with no prefix of it."""
 
-    interface_version = 2
+    interface_version = 3
 
     def list_prefixes(self, limit: int) -> tuple[Sequence[CachedPrefix], int]:
         prefixes, omitted = super().list_prefixes(limit)
@@ -347,7 +372,7 @@ class LosesHits(PagedCache):
 class DropsNothing(PagedCache):
     """Keeps what an operator wants to be dropped."""
 
-    interface_version = 2
+    interface_version = 3
 
     def drop_prefix(self, prefix_id: str) -> int | None:
         return 0
@@ -363,38 +388,36 @@ class KnowsAllBlocks(SoundCache):
 class WrongIdleBytes(ContiguousCache):
     """Says that nothing can be freed."""
 
-    interface_version = 2
-    idle_bytes = 0
+    interface_version = 3
+    idle_bytes = 0  # type: ignore[assignment]
 
 
 class EvictsTooLittle(PagedCache):
     """Frees one block, however many bytes are asked for."""
 
-    interface_version = 2
+    interface_version = 3
 
     def evict(self, num_bytes: int) -> int:
         return super().evict(1)
 
 
 # ---------------------------------------------------------------- calls
-class WrongType(SoundCache):
-    def grow(self, seat: TableSeat, num_tokens: int) -> bool:
+class WordySequence(SingleBlockSequence):
+    def reserve(self, num_tokens: int) -> bool:
         return "yes"  # type: ignore[return-value]
 
 
-class ForksAnyway(SoundCache):
-    def __init__(self, setup: CacheSetup, options: TableOptions) -> None:
-        super().__init__(setup, options)
-        self.contract = self.contract._replace(forkable=False)
+class WrongType(SoundCache):
+    sequence_type = WordySequence
 
 
 class RaisesWhenFull(SoundCache):
     """Has no answer when there is no memory."""
 
-    def _allocate_seat(self, length: int) -> TableSeat | None:
-        seat = super()._allocate_seat(length)
-        assert seat is not None, "no memory left"
-        return seat
+    def allocate_sequence(self, length: int) -> SingleBlockSequence | None:
+        allocated = super().allocate_sequence(length)
+        assert allocated is not None, "no memory left"
+        return allocated
 
 
 class OldVersion(SoundCache):
@@ -402,13 +425,13 @@ class OldVersion(SoundCache):
 
 
 class NotFinished(KVCache):
-    interface_version = 2
+    interface_version = 3
 
-    def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> Seat | None:
+    def open(self, text: Text) -> KVSequence | None:
         return None
 
 
 class WindowTooWide(SlidingWindowCache):
     """Drops nothing in the texts of the checks, with the only options that it is checked with."""
 
-    interface_version = 2
+    interface_version = 3

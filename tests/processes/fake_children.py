@@ -107,7 +107,7 @@ def engine_in_a_call(settings: Settings, socket_path: str, status: Any, restarts
     """Beat, but never return from a strategy's plan() in the first process; print what later ones must not use."""
     say(f"without {status.disabled}")
     if not restarts:
-        enter(status.calls, "short", "plan")
+        enter(status.calls, "short", "locate")
     engine(settings, socket_path, status, restarts)
 
 
@@ -117,7 +117,7 @@ def engine_stopped_in_a_call(settings: Settings, socket_path: str, status: Any, 
     if not restarts:
         status.send({"ready": READY})
         status.beat()
-        enter(status.calls, "short", "plan")
+        enter(status.calls, "short", "locate")
         os.kill(os.getpid(), signal.SIGSTOP)
     engine(settings, socket_path, status, restarts)
 

@@ -13,14 +13,14 @@ from server.processes import heartbeat
 from server.processes.heartbeat import StrategyCalls
 
 ROOT = Path(heartbeat.__file__).parents[1]
-CALL = re.compile(r"(?:region\[|\.call\(|_call_quietly\(|\.report\(|_pin\(instance, )\"(\w+)\"")
+CALL = re.compile(r"(?:guard\[|\.call\(|_call_quietly\(|\.report\(|_pin\(instance, |_count_bytes\()\"(\w+)\"")
 
 
-def test_every_region_of_the_engine_has_a_number() -> None:
+def test_every_guarded_call_has_a_number() -> None:
     """One without a number could not be named if a call in it did not return."""
     files = [*ROOT.glob("engine/**/*.py"), ROOT / "sequence.py", ROOT / "evaluation" / "compare.py"]
     entered = {name for file in files for name in CALL.findall(file.read_text())}
-    assert {"open", "schedule", "plan", "attend", "count_dropped_tokens", "usage", "pin", "clear"} <= entered
+    assert {"open", "schedule", "locate", "attend", "count_visible", "usage", "pin", "clear"} <= entered
     assert entered == {*StrategyCalls.METHODS}
 
 
@@ -42,7 +42,7 @@ def test_time_without_checks_is_not_counted_for_a_call(monkeypatch: pytest.Monke
     now = 100.0
     monkeypatch.setattr(heartbeat, "monotonic", lambda: now)
     calls = StrategyCalls(get_context("spawn"), ["paged"])
-    calls.running[0] = NUM_CODES + calls.encode_methods("paged")["plan"]
+    calls.running[0] = NUM_CODES + calls.encode_methods("paged")["locate"]
     assert calls.find_stuck(5.0, 1.0) is None
     now += 3600  # the machine slept
     assert calls.find_stuck(5.0, 1.0) is None
@@ -50,6 +50,6 @@ def test_time_without_checks_is_not_counted_for_a_call(monkeypatch: pytest.Monke
         now += 1
         assert calls.find_stuck(5.0, 1.0) is None
     now += 1
-    assert calls.find_stuck(5.0, 1.0) == ("paged", "plan", 5.0)
+    assert calls.find_stuck(5.0, 1.0) == ("paged", "locate", 5.0)
     calls.restart_timer()
     assert calls.find_stuck(5.0, 1.0) is None

@@ -12,7 +12,7 @@ from typing import Self
 
 from tokenizers import Tokenizer
 
-from server.evaluation.corpus.packing import Mix, Rows, pack
+from server.evaluation.corpus.packing import Mix, PackedRows, pack
 
 PREFETCH_PER_WORKER = 4
 
@@ -22,7 +22,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def _make_batch(tokenizer: Path, seed: str, context: int, rows: int, mix: Mix) -> Rows:
+def _make_batch(tokenizer: Path, seed: str, context: int, rows: int, mix: Mix) -> PackedRows:
     return pack(_load_tokenizer(tokenizer), seed, context, rows, mix)
 
 
@@ -30,10 +30,10 @@ class BatchSource:
     def __init__(self, tokenizer: Path, seed: int, first: int, workers: int) -> None:
         self._tokenizer, self._seed, self._index = tokenizer, seed, first
         self._pool = ProcessPoolExecutor(workers) if workers else None
-        self._prefetched: deque[Future[Rows]] = deque()
+        self._prefetched: deque[Future[PackedRows]] = deque()
         self._prefetch_depth = workers * PREFETCH_PER_WORKER
 
-    def next(self, context: int, rows: int, mix: Mix) -> Rows:
+    def next(self, context: int, rows: int, mix: Mix) -> PackedRows:
         """Return the next batch; with workers, a prefetched one, with the arguments of an earlier call."""
         if self._pool is None:
             return _make_batch(self._tokenizer, self._next_seed(), context, rows, mix)

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.evaluation.corpus.packing import Rows
+from server.evaluation.corpus.packing import PackedRows
 from tools.train.model import Llama
 
 DISTANCES = (64, 128, 256, 512, 1024, 2048)
 
 
-def _forward_rows(model: Llama, rows: Rows) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _forward_rows(model: Llama, rows: PackedRows) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield for each row its index, logits (T, V) and targets (T,)."""
     device = next(model.parameters()).device
     for index, row in enumerate(rows.ids.astype("int64")):
@@ -26,14 +26,14 @@ def _forward_rows(model: Llama, rows: Rows) -> Iterator[tuple[int, Tensor, Tenso
 
 
 @torch.no_grad()
-def compute_perplexity(model: Llama, rows: Rows) -> float:
+def compute_perplexity(model: Llama, rows: PackedRows) -> float:
     """Return the perplexity per token, without the loss weights."""
     losses = [F.cross_entropy(logits, targets).item() for _, logits, targets in _forward_rows(model, rows)]
     return math.exp(sum(losses) / len(losses))
 
 
 @torch.no_grad()
-def compute_recall(model: Llama, rows: Rows) -> list[tuple[int, bool]]:
+def compute_recall(model: Llama, rows: PackedRows) -> list[tuple[int, bool]]:
     """Return for each answer its distance in tokens, and whether the model predicts all of its tokens."""
     results = []
     for index, logits, targets in _forward_rows(model, rows):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from server.evaluation.corpus.packing import EVALUATION_SEED, RECORDS, STORIES, Mix, Rows, pack
+from server.evaluation.corpus.packing import EVALUATION_SEED, RECORDS, STORIES, Mix, PackedRows, pack
 from server.evaluation.corpus.words import HELD_OUT_NAMES
 from tools.train.batches import BatchSource
 from tools.train.induction_init import init_induction_heads
@@ -91,7 +91,7 @@ class Trainer:
         with torch.autocast(self.settings.device, torch.bfloat16, enabled=self.settings.device == "cuda"):
             return weighted_loss(self.model(ids), targets, weights)
 
-    def step(self, batch: Rows, share: float) -> float:
+    def step(self, batch: PackedRows, share: float) -> float:
         rate = get_lr_scale(share, self.progress.steps)
         for optimizer, full in zip(self.optimizers, (MUON_RATE, ADAM_RATE), strict=True):
             for group in optimizer.param_groups:

@@ -41,7 +41,7 @@ class Party(ctypes.Structure):
     )
 
 
-class Memory(ctypes.Structure):
+class AccessedMemory(ctypes.Structure):
     _fields_ = (
         ("space", ctypes.c_int),
         ("index", ctypes.c_int),
@@ -52,7 +52,7 @@ class Memory(ctypes.Structure):
 
 
 class Failure(ctypes.Structure):
-    _fields_ = (("fault", ctypes.c_int), ("first", Party), ("second", Party), ("memory", Memory))
+    _fields_ = (("fault", ctypes.c_int), ("first", Party), ("second", Party), ("memory", AccessedMemory))
 
 
 class KernelFault(RuntimeError):
@@ -121,7 +121,7 @@ class FailureReporter:
             f"{'all must give it the same flags' if same else cure}"
         )
 
-    def _format_access(self, party: Party, memory: Memory | None = None) -> str:
+    def _format_access(self, party: Party, memory: AccessedMemory | None = None) -> str:
         size = f" of {memory.access} bytes" if memory is not None else ""
         line = self._line_of(party.code) if party.code else ""
         return f"{ACTS[party.act]}{size} by {self._format_thread(party)}{f' at {line}' if line else ''}"
@@ -140,13 +140,13 @@ class FailureReporter:
         thread = _format_position(_unravel_index(party.thread, size), self._grid)
         return f"thread {thread} of group {_format_position(group, self._grid)}"
 
-    def _format_place(self, memory: Memory) -> str:
+    def _format_place(self, memory: AccessedMemory) -> str:
         if memory.space == THREADGROUP:
             return f"threadgroup variable '{self._variables[memory.index]}', byte {memory.offset}"
         name, size = self._arguments[memory.index]
         return f"argument {memory.index} '{name}', element {memory.offset // size} (byte {memory.offset})"
 
-    def _format_overrun(self, memory: Memory) -> str:
+    def _format_overrun(self, memory: AccessedMemory) -> str:
         if memory.index < 0:
             return "nowhere near any argument"
         before = memory.offset < 0
@@ -162,7 +162,7 @@ class FailureReporter:
         return f"no barrier with mem_flags::{kind} between them"
 
 
-def _format_signal(memory: Memory) -> str:
+def _format_signal(memory: AccessedMemory) -> str:
     """Format a signal and its address, such as "SIGSEGV at address 0x0"; an abort has no address."""
     number = signal.Signals(memory.index)
     return number.name if number is signal.SIGABRT else f"{number.name} at address {memory.offset:#x}"

@@ -1,7 +1,7 @@
 """Checks what a plug-in's plan says before kernels read it, and describes strange values for messages.
 
-The functions raise TypeError or ValueError, and whatever a strategy's object raises while it is read: call them in a
-region of the instance (engine/instance.py).
+The functions raise TypeError or ValueError, and whatever a strategy's object raises while it is read: call them under a
+guard of the instance (engine/guard.py).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def check_locations(locations: Sequence[object]) -> None:
         if location is None:
             continue
         if not isinstance(location, KVLocation):
-            raise TypeError(f"kv_location() returned {describe(location)}, not a KVLocation or None")
+            raise TypeError(f"locate() returned {describe(location)}, not a KVLocation or None")
         if location.window is not None and (type(location.window) is not int or location.window < 1):
-            raise ValueError(f"kv_location() has the window {describe(location.window)}")
+            raise ValueError(f"locate() has the window {describe(location.window)}")
 
 
 def check_owner(locations: Sequence[KVLocation | None], memory: Memory, name: str) -> None:
@@ -60,13 +60,13 @@ def check_tap(tap: object, num_tokens: int, geometry: Geometry) -> None:
     The numbers of the tokens are checked on a CPU only, as reading them elsewhere waits for the device.
     """
     if not isinstance(tap, QueryTap):
-        raise TypeError(f"the plan has {describe(tap)} for a query_tap, not a QueryTap")
+        raise TypeError(f"locate() has {describe(tap)} for a tap, not a QueryTap")
     tokens, queries = tap
     if tokens.dtype is not torch.int64 or tokens.dim() != 1 or len(queries) != len(geometry.layers):
-        raise ValueError("query_tap: expected a vector of int64, and a tensor or None for each layer")
+        raise ValueError("the tap: expected a vector of int64, and a tensor or None for each layer")
     if tokens.is_cpu and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < num_tokens:
-        raise ValueError(f"query_tap: tokens must be from 0 to {num_tokens - 1}")
+        raise ValueError(f"the tap: tokens must be from 0 to {num_tokens - 1}")
     for each, spec in zip(queries, geometry.layers, strict=True):
         shape = (len(tokens), spec.num_q_heads, spec.head_dim)
         if each is not None and (tuple(each.shape) != shape or not each.is_contiguous()):
-            raise ValueError(f"query_tap: expected dense queries of shape {shape}")
+            raise ValueError(f"the tap: expected dense queries of shape {shape}")

@@ -113,8 +113,8 @@ class Fallbacks(StepExtension):
             result = output.sampled.results.get(request)
             if result is None or result.is_finite or self.find_for(request) is None:
                 continue
-            assert request.seat is not None
-            request.instance.discard(request.seat)
+            assert request.sequence is not None
+            request.instance.mark_spoiled(request.sequence)
             group = [request, *(sibling.request for sibling in output.siblings.get(request, ()))]
             failed += [RequestFailure.from_logits(each) for each in group if not self.move(each)]
             moved.update(group)
@@ -128,7 +128,7 @@ def set_fallback_of(request: Request, chosen: str) -> None:
 
 def _reset(request: Request, instance: Instance) -> None:
     """Give a request without a seat, of which nothing was sent, another instance, as if it had not waited or run."""
-    assert request.seat is None
+    assert request.sequence is None
     assert not request.num_output_tokens
     request.instance, request.siblings = instance, [request]
     request.refused_at, request.refusal, request.passed_over, request.times.admitted = -1, None, 0, 0.0

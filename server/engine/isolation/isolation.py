@@ -137,9 +137,9 @@ class Isolation:
 
     def count_tokens(self, request: Request, outcome: Outcome) -> KVTokens:
         """Return the tokens of a request that is about to end; none after an error, so that no fault causes another."""
-        if request.seat is None or outcome == "error":
+        if request.sequence is None or outcome == "error":
             return KVTokens(0, 0)
-        return self.instances[request.instance.name].count_tokens([request.seat])
+        return self.instances[request.instance.name].count_tokens([request.num_computed_tokens])
 
     # ---------------------------------------------------------------- faults
     def find_stalled(self, candidates: Sequence[Request], computed: Sequence[Request]) -> list[RequestFailure]:

@@ -65,17 +65,17 @@ class ProgressWatchdog:
     def _explain(self, request: Request) -> StrategyError | None:
         """Return the strategy's fault; None if the request was refused nothing, or memory that there was not."""
         instance = request.instance
-        if request.seat is not None and not request.has_committed:
+        if request.sequence is not None and not request.has_committed:
             try:
-                with instance.region["schedule"]:
-                    if not instance.strategy.ready(request.seat):
+                with instance.guard["schedule"]:
+                    if not request.sequence.ready():
                         return instance.make_fault("ready", f"a sequence was not ready for {self._timeout:g} seconds")
             except StrategyError as error:
                 return error
         if request.refusal is None or (request.refusal == "memory" and request.peak_bytes):
             return None
-        opens = request.seat is None and not request.num_preemptions
-        method, what = ("open", "returned no seat") if opens else ("grow", "returned False")
+        opens = request.sequence is None and not request.num_preemptions
+        method, what = ("open", "returned no sequence") if opens else ("reserve", "returned False")
         return instance.make_fault(
             method, f"it {what} for {self._timeout:g} seconds, and no sequence of it was computed"
         )

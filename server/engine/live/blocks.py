@@ -19,7 +19,7 @@ MAX_CELLS = 2**14  # maximum number of cells of a region: if it has more blocks,
 
 
 def describe_regions(core: Core) -> dict[str, Any]:
-    """Return the regions of all instances, by instance and number, such as `paged/0`."""
+    """Return the regions of all instances, by instance and number, such as "NAME/0"."""
     return {
         f"{name}/{number}": _describe_region(instance, region)
         for name, instance in core.instances.items()

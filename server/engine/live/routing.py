@@ -32,7 +32,7 @@ def _list_block_names(instance: Instance) -> array[int]:
     """Return the latest names of an instance's blocks; none after a fault."""
     names: array[int] = array(NAME_TYPE)
     if isinstance(instance.strategy, BlockNames):
-        with suppress(StrategyError), instance.region["list_block_names"]:
+        with suppress(StrategyError), instance.guard["list_block_names"]:
             names = array(NAME_TYPE, instance.strategy.list_block_names())
     return names[-MAX_NAMES:]
 

@@ -73,7 +73,7 @@ def describe_request(request: Request) -> dict[str, Any]:
         "id": request.key[1],
         "instance": request.instance.name,
         "reason": request.reason,
-        "state": "waiting" if request.seat is None else "running",
+        "state": "waiting" if request.sequence is None else "running",
         "priority": request.priority,
         "prompt_tokens": request.num_prompt_tokens,
         "computed_tokens": request.num_computed_tokens,

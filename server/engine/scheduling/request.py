@@ -13,7 +13,7 @@ from cache_strategies.errors import StrategyError
 from server.engine.ipc.messages import Caching, Failed, SamplingParams
 
 if TYPE_CHECKING:
-    from cache_strategies.base import Seat
+    from cache_strategies.base import KVSequence
     from cache_strategies.types import Salt
     from server.engine.instance import Instance
 
@@ -147,7 +147,7 @@ class Request:
     completes_grammar: bool = False  # whether the text has ended because nothing can follow it by the grammar
     due: float = 0.0  # sort key of the queue: when it arrived, by the monotonic clock, shifted by its priority
     arrival_index: int = 0  # number of the request in order of arrival: sorts requests with the same `due`
-    seat: Seat | None = None
+    sequence: KVSequence | None = None
     num_computed_tokens: int = 0  # of the seat, in the cache; counted by the engine from the first commit on
     has_committed: bool = False  # whether a row of the seat was committed
     found: tuple[int, str | None] = (0, None)  # number of tokens of the seat found in the cache, and why not more
@@ -191,7 +191,7 @@ class Request:
     @property
     def waits_for_sibling(self) -> bool:
         """Whether the request waits for the first choice (n > 1) of its prompt, which computes the prompt for all."""
-        if self.num_output_tokens or not self.instance.contract.forkable:
+        if self.num_output_tokens or not self.instance.forks:
             return False
         return next((sibling for sibling in self.siblings if not sibling.num_output_tokens), self) is not self
 

@@ -34,7 +34,7 @@ from server.engine.scheduling.step import PartialStep, RequestFailure, Schedule
 from server.records import WaitReason
 
 if TYPE_CHECKING:
-    from cache_strategies.base import Seat
+    from cache_strategies.base import KVSequence
     from server.engine.instance import Instance
 
 
@@ -117,7 +117,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Remove a request that has finished, failed or was cancelled, and free its memory."""
-        if request.seat is not None:
+        if request.sequence is not None:
             self._unseat(request)
         elif request in self.waiting:  # not if it failed while a step was scheduled
             self._remove_waiting(request)
@@ -127,13 +127,13 @@ class Scheduler:
 
         Return False if the request cannot run now or there is no room.
         """
-        assert sibling.seat is not None
+        assert sibling.sequence is not None
         if self._can_run(request, self.running):
             try:
-                request.seat = request.instance.fork(sibling.seat, sibling.num_computed_tokens)
+                request.sequence = request.instance.fork(sibling.sequence, sibling.num_computed_tokens)
             except StrategyError:
                 return False  # open() is tried instead
-        if request.seat is None:
+        if request.sequence is None:
             return False
         request.forked, request.num_computed_tokens = True, sibling.num_computed_tokens
         self._start_running(request)
@@ -180,12 +180,12 @@ class Scheduler:
             decoding = [r for r in self.running if len(r.tokens) - r.num_computed_tokens == 1]
             prompts = [r for r in self.running if len(r.tokens) - r.num_computed_tokens > 1]
             for request in decoding:
-                if request.seat is not None:  # not if it was preempted for one before it
+                if request.sequence is not None:  # not if it was preempted for one before it
                     self._schedule_request(request, step)
             for request in prompts:
-                if request.seat is not None and step.accepts_prompts:
+                if request.sequence is not None and step.accepts_prompts:
                     self._schedule_request(request, step)
-                elif request.seat is not None:
+                elif request.sequence is not None:
                     step.skipped.append(request)
             if step.rows or not step.lacks_room or not self.running:
                 break
@@ -205,13 +205,13 @@ class Scheduler:
         if scores_prompt:
             budget = min(budget, step.logprob_budget)
         try:
-            with request.instance.region["schedule"]:
+            with request.instance.guard["schedule"]:
                 num_tokens = _choose_row_length(request, budget)
                 has_room = not num_tokens or _find_room(request, num_tokens)
             while not has_room:
                 if not self._make_room(request, step):
                     return
-                with request.instance.region["schedule"]:
+                with request.instance.guard["schedule"]:
                     has_room = _find_room(request, num_tokens)
         except StrategyError as error:
             self._unseat(request)
@@ -253,12 +253,11 @@ class Scheduler:
 
         Without drafts the row may still be computed.
         """
-        assert request.seat is not None
+        assert request.sequence is not None
         try:
-            with request.instance.region["schedule"]:
-                if request.instance.limits_rows:
-                    longest = limit_row(request.instance, request.seat, num_tokens + len(draft))
-                    draft = draft[: longest - num_tokens]
+            with request.instance.guard["schedule"]:
+                longest = limit_row(request.sequence, request.num_computed_tokens, num_tokens + len(draft))
+                draft = draft[: longest - num_tokens]
                 return draft if draft and _find_room(request, num_tokens + len(draft)) else []
         except StrategyError:
             return []
@@ -291,7 +290,7 @@ class Scheduler:
             lower = [r for r in self.running if r.priority > request.priority and r.queue_key > request.queue_key]
             if not lower or not self._can_seat_without(request, lower):
                 return
-            while not self._try_seat(request, step) and request.seat is None and request in self.waiting:
+            while not self._try_seat(request, step) and request.sequence is None and request in self.waiting:
                 if request.refusal == "nothing":
                     break  # no memory was refused, so that preempting others would be of no use
                 if not lower:
@@ -347,10 +346,10 @@ class Scheduler:
             return False
         if self._can_run(request, self.running):
             try:
-                request.seat = _open_seat(request)
-                while request.seat is None and request.refusal == "memory" and self.release_spare(request.instance):
-                    request.seat = _open_seat(request)
-                if request.seat is None:
+                request.sequence = _open_sequence(request)
+                while request.sequence is None and request.refusal == "memory" and self.release_spare(request.instance):
+                    request.sequence = _open_sequence(request)
+                if request.sequence is None:
                     self._refused.add(request)
             except StrategyError as error:
                 self._remove_waiting(request)
@@ -359,7 +358,7 @@ class Scheduler:
         else:
             request.refusal = None
             self._refused.discard(request)  # not its strategy holds it up now, but the limits of requests or memory
-        if request.seat is None:
+        if request.sequence is None:
             request.refused_at = self._room_changes
             return False
         self._start_running(request)
@@ -384,10 +383,10 @@ class Scheduler:
         return len(others) < limits.max_num_seqs and (not others or projected <= limits.kv_overcommit * limits.kv_bytes)
 
     def _unseat(self, request: Request) -> None:
-        assert request.seat is not None
+        assert request.sequence is not None
         self.running.remove(request)
-        request.instance.close(request.seat)
-        request.seat, request.num_computed_tokens, request.has_committed, request.refusal = None, 0, False, None
+        request.instance.close(request.sequence)
+        request.sequence, request.num_computed_tokens, request.has_committed, request.refusal = None, 0, False, None
         self.mark_room_changed()
 
     def _add_waiting(self, request: Request) -> None:
@@ -403,52 +402,52 @@ class Scheduler:
 
 
 def update_length(request: Request) -> bool:
-    """Return whether a request of which no row was committed may have one now; called in a region of its instance.
+    """Return whether a request of which no row was committed may have one now; called under a guard of its instance.
 
     Not while another sequence computes its prefix; if that ends early, this one may have to compute more than before.
     """
-    instance, seat = request.instance, request.seat
-    assert seat is not None
-    if not instance.strategy.ready(seat):
+    sequence = request.sequence
+    assert sequence is not None
+    if not sequence.ready():
         return False
-    request.num_computed_tokens = instance.read_length(seat, request.num_computed_tokens)
+    request.num_computed_tokens = request.instance.read_length(sequence, request.num_computed_tokens)
     return True
 
 
 def _choose_row_length(request: Request, budget: int) -> int:
     """Return the number of tokens of a request's next row within a budget; 0 if it may have none now.
 
-    Called in a region of its instance.
+    Called under a guard of its instance.
     """
-    instance, seat = request.instance, request.seat
-    assert seat is not None
+    sequence = request.sequence
+    assert sequence is not None
     if not request.has_committed and not update_length(request):
         return 0
-    num_tokens = min(len(request.tokens) - request.num_computed_tokens, budget)
-    return limit_row(instance, seat, num_tokens) if instance.limits_rows and num_tokens else num_tokens
+    length = request.num_computed_tokens
+    num_tokens = min(len(request.tokens) - length, budget)
+    return limit_row(sequence, length, num_tokens) if sequence.stop is not None and num_tokens else num_tokens
 
 
-def limit_row(instance: Instance, seat: Seat, num_tokens: int) -> int:
-    """Return how many of `num_tokens` tokens the next row of a seat may have; called in a region of its instance."""
-    limit = instance.strategy.row_limit(seat)
-    if limit is None:
+def limit_row(sequence: KVSequence, length: int, num_tokens: int) -> int:
+    """Return how many of `num_tokens` tokens after `length` the next row may have; called under a guard."""
+    if sequence.stop is None:
         return num_tokens
-    if limit < 1:
-        raise ValueError(f"row_limit() returned {limit}")
-    return min(limit, num_tokens)
+    if sequence.stop <= length:
+        raise ValueError(f"a sequence of {length} tokens has stop={sequence.stop}")
+    return min(sequence.stop - length, num_tokens)
 
 
-def has_room(instance: Instance, seat: Seat, length: int, num_tokens: int) -> bool:
-    """Return whether a seat has memory for `num_tokens` tokens after `length`; called in a region of its instance."""
-    return seat.room >= length + num_tokens or instance.strategy.grow(seat, num_tokens)
+def has_room(sequence: KVSequence, length: int, num_tokens: int) -> bool:
+    """Return whether there is memory for `num_tokens` tokens after `length`; called under a guard."""
+    return sequence.room >= length + num_tokens or sequence.reserve(num_tokens)
 
 
 def _find_room(request: Request, num_tokens: int) -> bool:
     """Return whether there is room for the next tokens of a request; else note whether memory was refused."""
-    seat, memory = request.seat, request.instance.memory
-    assert seat is not None
+    sequence, memory = request.sequence, request.instance.memory
+    assert sequence is not None
     num_refusals = memory.num_refusals
-    if has_room(request.instance, seat, request.num_computed_tokens, num_tokens):
+    if has_room(sequence, request.num_computed_tokens, num_tokens):
         return True
     # A strategy with memory of its own is believed
     was_refused = memory.num_refusals > num_refusals or not request.peak_bytes
@@ -456,24 +455,24 @@ def _find_room(request: Request, num_tokens: int) -> bool:
     return False
 
 
-def _open_seat(request: Request) -> Seat | None:
-    """Open a seat for a waiting request, if the strategy has room; else note whether memory was refused."""
+def _open_sequence(request: Request) -> KVSequence | None:
+    """Open a sequence for a waiting request, if the strategy has room; else note whether memory was refused."""
     instance, caching = request.instance, request.caching
     num_refusals, has_free_seat = instance.memory.num_refusals, instance.has_free_seat
     request.refusal = None
-    seat = instance.open(
+    opened = instance.open(
         request.tokens,
         salt=request.salt,
         max_cached=request.max_cached,
         priority=caching.priority,
         ttl=caching.ttl,
     )
-    if seat is None:
+    if opened is None:
         was_refused = instance.memory.num_refusals > num_refusals or not has_free_seat or not request.peak_bytes
         request.refusal = "memory" if was_refused else "nothing"
     else:
-        request.num_computed_tokens = seat.length
-    return seat
+        request.num_computed_tokens = opened.length
+    return opened
 
 
 def _count_bytes(request: Request) -> int:

@@ -139,14 +139,14 @@ class Shadows(StepExtension):
                 self._report(shadow, "room")
                 return
             # What it leaves in the cache is evicted before the tokens of served requests.
-            request.seat = instance.open(served.tokens, salt=salt, priority=0, ttl=0.0)
+            request.sequence = instance.open(served.tokens, salt=salt, ttl=0.0)
         except StrategyError:
             self._report(shadow, "failed")
             return
-        if request.seat is None:
+        if request.sequence is None:
             self._report(shadow, "room")
             return
-        request.num_computed_tokens = request.seat.length
+        request.num_computed_tokens = request.sequence.length
         self._by_served[served] = self._by_request[request] = shadow
 
     def _fits(self, request: Request) -> bool:
@@ -164,16 +164,16 @@ class Shadows(StepExtension):
             return 0
         request, instance = shadow.request, shadow.request.instance
         try:
-            with instance.region["schedule"]:
+            with instance.guard["schedule"]:
                 if not request.has_committed and not update_length(request):
                     return 0
-                assert request.seat is not None
-                num_tokens = limit_row(instance, request.seat, max_tokens)
-                is_grown = has_room(instance, request.seat, request.num_computed_tokens, num_tokens)
+                assert request.sequence is not None
+                num_tokens = limit_row(request.sequence, request.num_computed_tokens, max_tokens)
+                is_reserved = has_room(request.sequence, request.num_computed_tokens, num_tokens)
         except StrategyError:
             self._end(shadow, "failed")
             return 0
-        if not is_grown:
+        if not is_reserved:
             self._end(shadow, "room")
             return 0
         shadow.num_idle_steps, shadow.last_row = 0, time.monotonic()
@@ -282,16 +282,16 @@ class Shadows(StepExtension):
     def _end(self, shadow: Shadow, ended_early: EndedEarly | None) -> None:
         """End a shadow. If its logits were not finite, it has failed, and nothing reuses its keys and values."""
         request = shadow.request
-        assert request.seat is not None
+        assert request.sequence is not None
         self._measure()
         if not shadow.is_finite:
             ended_early = "failed"
-            request.instance.discard(request.seat)
+            request.instance.mark_spoiled(request.sequence)
         self._by_served.pop(shadow.served, None)
         del self._by_request[request]
         self._report(shadow, ended_early)
-        request.instance.close(request.seat)
-        request.seat = None
+        request.instance.close(request.sequence)
+        request.sequence = None
 
     # ---------------------------------------------------------------- results
     def _report(self, shadow: Shadow, ended_early: EndedEarly | None) -> None:

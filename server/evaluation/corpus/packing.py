@@ -66,7 +66,7 @@ class EncodedDocument:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     ids: npt.NDArray[np.uint32]  # (rows, context + 1)
     weights: npt.NDArray[np.float32]  # (rows, context + 1)
     answers: tuple[tuple[MarkedAnswer, ...], ...]  # per row
@@ -116,7 +116,7 @@ def pack(
     mix: Mix,
     lexicon: Lexicon = words.TRAIN,
     marks: SpecialTokens = TINY_SPECIAL_TOKENS,
-) -> Rows:
+) -> PackedRows:
     """Return `rows` rows of generated documents, each of `context` input tokens and one more as the last target."""
     generator = DocumentGenerator(seed, lexicon)
     ids = np.zeros((rows, context + 1), np.uint32)
@@ -126,7 +126,7 @@ def pack(
         encoded = _make_row(tokenizer, generator, context, mix, marks)
         ids[row], weights[row] = encoded.ids[: context + 1], encoded.weights[: context + 1]
         answers.append(tuple(answer for answer in encoded.answers if answer.stop <= context + 1))
-    return Rows(ids, weights, tuple(answers))
+    return PackedRows(ids, weights, tuple(answers))
 
 
 def _make_row(

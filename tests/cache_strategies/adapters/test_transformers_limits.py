@@ -215,8 +215,8 @@ def test_a_strategy_known_by_its_seam_alone(sieve: str) -> None:
         generate(model, random_prompts(1), cache, num_beams=2)
 
 
-def test_one_that_forgets_and_does_not_say_what_is_refused(sieve: str) -> None:
-    with pytest.raises(StrategyCacheError, match=r"does not define `visible_positions`.*contract is exact"):
+def test_one_that_forgets_in_its_own_attention_is_refused(sieve: str) -> None:
+    with pytest.raises(StrategyCacheError, match=r"reads only some, .* cannot mask the others.*contract is exact"):
         StrategyCache(random_model_of("llama").config, sieve, max_seq_len=MAX_SEQ_LEN)
 
 

@@ -47,11 +47,11 @@ def make_world(layers: Sequence[LayerSpec] = LAYERS, max_seats: int = 2, **optio
 
 
 def read(reading: Reading, end: int, rng: random.Random | None = None) -> Iterator[tuple[int, list[Any]]]:
-    """Read a text up to a position in random rows; yield the number of tokens and gather_kv() of each row."""
-    while reading.seat.length < end:
-        wanted = min(end - reading.seat.length, 1000 if rng is None else rng.choice([1, 2, 7, 30]))
+    """Read a text up to a position in random rows; yield the number of tokens and the keys of each row."""
+    while reading.sequence.length < end:
+        wanted = min(end - reading.sequence.length, 1000 if rng is None else rng.choice([1, 2, 7, 30]))
         keys = step([(reading, reading.chunk(wanted))], keys=True).keys[0]
-        yield reading.seat.length, keys
+        yield reading.sequence.length, keys
 
 
 # ---------------------------------------------------------------- which keys stay
@@ -138,7 +138,7 @@ def test_the_first_layers_of_a_pyramid_keep_more_and_all_keep_the_mean() -> None
     reading = world.open("it", random_text(2, 151, layers))
     for _ in read(reading, 150):
         pass
-    counts = [kept.counts[0] for kept in reading.seat.groups]  # type: ignore[attr-defined]
+    counts = [kept.counts[0] for kept in reading.sequence.groups]  # type: ignore[attr-defined]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1]
     assert abs(sum(counts) / 5 - 60) <= 1
@@ -167,17 +167,17 @@ def test_the_memory_of_dropped_keys_is_free(by_head: bool, rng: random.Random) -
         work = reading.work(reading.chunk(rng.choice([1, 7, 160])))
         peak = max(peak, world.memory.held_bytes)
         batch = Batch([work])
-        attend(batch, [(reading, work.row.num_tokens)])
+        attend(batch, [(reading, len(work.tokens))])
         assert not batch.commit()
-        if reading.seat.length % every == 0:
+        if reading.sequence.length % every == 0:
             columns = FULL.num_kv_heads if by_head else 1
             groups = 2 if by_head else 1
-            blocks = -(-min(budget, reading.seat.length) // size)
+            blocks = -(-min(budget, reading.sequence.length) // size)
             held = count_held_blocks(cache)
             most = groups * columns * (blocks + 1)
             assert groups * columns * (blocks - 1) <= held <= most
     assert peak <= count_bytes(cache, 160)
-    cache.close(reading.seat)
+    reading.sequence.close()
     assert world.memory.held_bytes == 0
 
 
@@ -210,12 +210,12 @@ def test_what_a_scorer_remembers_is_reported(scorer: str, rng: random.Random) ->
         numbers = {"keydiff": 0, "h2o": H * min(boundary, budget), "expected_attention": 1 + Hq * D * (1 + D)}[scorer]
         wanted = 4 * len(LAYERS) * numbers if boundary else 0
         assert cache.usage().outside == wanted
-    child = cache.fork(reading.seat)
+    child = reading.sequence.fork()
     assert child is not None
     assert cache.usage().outside == wanted, "a fork shares it"
-    cache.close(reading.seat)
+    reading.sequence.close()
     assert cache.usage().outside == wanted
-    cache.close(child)
+    child.close()
     assert cache.usage().outside == 0
 
 
@@ -225,9 +225,9 @@ def test_a_fork_goes_on_as_its_parent(rng: random.Random) -> None:
     parent = world.open("it", text)
     for _ in read(parent, rng.randint(1, 90), rng):
         pass
-    seat = cache.fork(parent.seat)
-    assert seat is not None
-    child = Reading(cache, text, seat)
+    sequence = parent.sequence.fork()
+    assert sequence is not None
+    child = Reading(cache, text, sequence)
     ours, theirs = ([keys for _, keys in read(each, 120)][-1] for each in (parent, child))
     for mine, other in zip(ours, theirs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
@@ -282,18 +282,18 @@ def test_a_compaction_that_fails_in_any_layer_is_repeated_and_changes_nothing(ph
         world = World({"it": settings}, layers=LAYERS, ops=ops)
         cache = world.caches["it"]
         assert isinstance(cache, CompressedCache)
-        cache._compactor._scorer = FailingScorer(failing if phase == "score" else Failing())
+        cache.compactor._scorer = FailingScorer(failing if phase == "score" else Failing())
         reading = world.open("it", text)
-        while reading.seat.length < 64:
+        while reading.sequence.length < 64:
             work = reading.work(16)
             batch = Batch([work])
             attend(batch, [(reading, 16)])
-            cache.commit(batch.parts[0].planned.plan, [work.tokens])
-            if fails and reading.seat.length > 20:
+            reading.sequence.commit(work.tokens)
+            if fails and reading.sequence.length > 20:
                 failing.calls_left = layer
                 with pytest.raises(RuntimeError, match="injected"):
-                    cache.compact(reading.seat)
-            cache.compact(reading.seat)
+                    reading.sequence.compact()
+            reading.sequence.compact()
             world.check_integrity()
         *_, (_, keys) = read(reading, 70)
         found.append(keys)
@@ -309,7 +309,7 @@ def test_scores_of_a_wrong_shape_are_an_error_that_names_the_scorer() -> None:
     world = make_world(scorer="knorm", budget=20, every=16, recent=3)
     cache = world.caches["it"]
     assert isinstance(cache, CompressedCache)
-    cache._compactor._scorer = Wrong(cache._compactor._scorer.options)
+    cache.compactor._scorer = Wrong(cache.compactor._scorer.options)
     reading = world.open("it", random_text(1, 40, LAYERS))
     step([(reading, 16)])
     with pytest.raises(ValueError, match="scorer 'knorm' returned"):
@@ -341,7 +341,7 @@ def test_options_that_cannot_work_are_refused_in_a_sentence(options: dict[str, A
 def test_a_scorers_sinks_are_those_of_the_strategy_unless_it_has_its_own(options: dict[str, Any], sinks: int) -> None:
     cache = make_world(scorer="lagkv", budget=40, sinks=7, recent=3, **options).caches["it"]
     assert isinstance(cache, CompressedCache)
-    assert cache._compactor._scorer.options.sinks == sinks
+    assert cache.compactor._scorer.options.sinks == sinks
 
 
 def test_a_start_computes_the_memory_of_the_longest_sequence() -> None:

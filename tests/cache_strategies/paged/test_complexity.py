@@ -6,6 +6,7 @@ import pytest
 
 from cache_strategies.eviction import list_policies
 from cache_strategies.paged.cache import PagedCache
+from cache_strategies.types import Text
 from tests.cache_strategies.cache_driver import count_free_blocks, enter, evict, make_cache, read_prompt
 from tools.bench.growth.counts import count_calls
 
@@ -21,7 +22,7 @@ def full(blocks: int, policy: str) -> PagedCache:
     for n in range(blocks):
         block = cache.pool.allocate()
         assert block is not None
-        name = cache._hasher.hash_block_tokens(cache._hasher.root_hash(""), [n, n, n, n])
+        name = cache.hasher.hash_block_tokens(cache.hasher.root_hash(""), [n, n, n, n])
         assert name is not None
         cache.pool.publish(name, block)
         cache.pool.decref(block, ttl=float("inf"))
@@ -31,19 +32,19 @@ def full(blocks: int, policy: str) -> PagedCache:
 
 def costs(cache: PagedCache) -> dict[str, int]:
     """Return the number of Python calls of each operation, on a cache full of idle blocks."""
-    seat = read_prompt(cache, TEXT)  # evicts, and leaves its blocks as the latest
-    cache.close(seat)
+    sequence = read_prompt(cache, TEXT)  # evicts, and leaves its blocks as the latest
+    sequence.close()
     found: dict[str, int] = {}
 
     def opened() -> None:
-        nonlocal seat
-        seat = cache.open([*TEXT, *range(50, 60)])  # type: ignore[assignment]
+        nonlocal sequence
+        sequence = cache.open(Text([*TEXT, *range(50, 60)]))  # type: ignore[assignment]
 
     found["open"] = count_calls(opened)
-    found["step"] = count_calls(lambda: enter(cache, (seat, list(range(50, 60)))))
-    found["close"] = count_calls(lambda: cache.close(seat))
+    found["step"] = count_calls(lambda: enter(cache, (sequence, list(range(50, 60)))))
+    found["close"] = count_calls(lambda: sequence.close())
     found["evict"] = count_calls(lambda: evict(cache, 5))
-    found["open again"] = count_calls(lambda: cache.open(TEXT))
+    found["open again"] = count_calls(lambda: cache.open(Text(TEXT)))
     return found
 
 

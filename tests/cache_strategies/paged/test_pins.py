@@ -19,7 +19,7 @@ from tests.cache_strategies.cache_driver import (
     find_cached,
     get_block_bytes,
     make_paged,
-    open_seat,
+    open_sequence,
     read_prompt,
 )
 
@@ -44,7 +44,7 @@ def with_clock(**options: object) -> tuple[PagedCache, Clock]:
 
 def test_a_pinned_prefix_survives_every_want_of_memory() -> None:
     cache = make_paged()
-    cache.close(read_prompt(cache, TEXT))
+    read_prompt(cache, TEXT).close()
     pin = cache.pin([*TEXT, 99], salt=NO_SALT, ttl=60)
     assert (pin.num_tokens, pin.num_bytes) == (12, 3 * get_block_bytes(cache))
     assert cache.pins() == [pin]
@@ -61,7 +61,7 @@ def test_a_pinned_prefix_survives_every_want_of_memory() -> None:
 
 def test_its_time_is_over_by_itself() -> None:
     cache, clock = with_clock()
-    cache.close(read_prompt(cache, TEXT))
+    read_prompt(cache, TEXT).close()
     cache.pin(TEXT, salt=NO_SALT, ttl=10)
     for now, pins in ((109.9, 1), (110.0, 0)):
         clock.now = now
@@ -72,7 +72,7 @@ def test_its_time_is_over_by_itself() -> None:
 
 def test_two_pins_on_the_same_blocks_are_two() -> None:
     cache = make_paged()
-    cache.close(read_prompt(cache, TEXT))
+    read_prompt(cache, TEXT).close()
     first, second = (cache.pin(TEXT, salt=NO_SALT, ttl=60) for _ in range(2))
     assert first.id != second.id
     cache.unpin(first.id)
@@ -83,7 +83,7 @@ def test_two_pins_on_the_same_blocks_are_two() -> None:
 
 def test_what_is_not_there_or_not_computed_yet_cannot_be_pinned() -> None:
     cache = make_paged()
-    open_seat(cache, TEXT)
+    open_sequence(cache, TEXT)
     with pytest.raises(PinError, match="no block of this prefix is cached: send it as a prompt first"):
         cache.pin(TEXT, salt=NO_SALT, ttl=60)
     read_prompt(cache, [1, 2, 3, 4, 5], salt=Salt("a"))
@@ -93,7 +93,7 @@ def test_what_is_not_there_or_not_computed_yet_cannot_be_pinned() -> None:
 
 def test_pins_leave_room_for_the_longest_sequence() -> None:
     cache = make_paged(blocks=18)  # the longest has 16 blocks
-    cache.close(read_prompt(cache, TEXT))
+    read_prompt(cache, TEXT).close()
     with pytest.raises(
         PinError, match=r"longest sequence of strategy 'it', .* bytes, would not fit: pin a shorter prefix"
     ):
@@ -107,18 +107,18 @@ def test_pins_leave_room_for_the_longest_sequence() -> None:
 
 def test_who_writes_behind_a_pinned_beginning_does_not_change_it() -> None:
     cache = make_paged()
-    seat = read_prompt(cache, TEXT[:12])
+    sequence = read_prompt(cache, TEXT[:12])
     cache.pin(TEXT[:12], salt=NO_SALT, ttl=60)
-    cache.crop(seat, 10)
-    assert cache.grow(seat, 2)
-    assert seat.blocks[2] not in cache.pinned.blocks
+    sequence.truncate(10)
+    assert sequence.reserve(2)
+    assert sequence.blocks[2] not in cache.pinned.blocks
     cache.check_integrity()
 
 
 def test_clear_takes_pins_along_under_its_salt() -> None:
     cache = make_paged()
     for salt in (Salt("a"), Salt("b")):
-        cache.close(read_prompt(cache, TEXT, salt=salt))
+        read_prompt(cache, TEXT, salt=salt).close()
         cache.pin(TEXT, salt=salt, ttl=60)
     assert cache.clear(SaltScope("a")) == 3 * get_block_bytes(cache)
     assert [pin.salt for pin in cache.pins()] == [Salt("b")]
@@ -129,18 +129,18 @@ def test_clear_takes_pins_along_under_its_salt() -> None:
 
 def test_clear_hides_what_is_in_use_from_everybody_new() -> None:
     cache = make_paged()
-    seat, waiting = open_seat(cache, TEXT), open_seat(cache, TEXT)
-    assert waiting.cached == 12
+    sequence, waiting = open_sequence(cache, TEXT), open_sequence(cache, TEXT)
+    assert waiting.found == 12
     cache.clear()
     cache.check_integrity()
     assert find_cached(cache, TEXT) == 0
-    other = open_seat(cache, TEXT)
-    assert other.cached == 0
-    cache.close(seat)  # whoever waits inherits, cleared or not
-    assert cache.ready(waiting)
+    other = open_sequence(cache, TEXT)
+    assert other.found == 0
+    sequence.close()  # whoever waits inherits, cleared or not
+    assert waiting.ready()
     cache.check_integrity()
-    cache.close(waiting)
-    cache.close(other)
+    waiting.close()
+    other.close()
     assert_nothing_leaked(cache)
 
 
@@ -148,9 +148,7 @@ def test_what_is_left_goes_by_priority_then_by_time() -> None:
     cache, clock = with_clock()
     texts = {name: [ord(name)] * 5 for name in "abc"}
     for name, priority, ttl in (("a", 1, None), ("b", 0, None), ("c", 2, 5.0)):
-        seat = read_prompt(cache, texts[name])
-        cache.retain(seat, priority=priority, ttl=ttl)
-        cache.close(seat)
+        read_prompt(cache, texts[name], priority=priority, ttl=ttl).close()
     clock.now += 6
     gone = []
     for _ in range(3):
@@ -162,9 +160,9 @@ def test_what_is_left_goes_by_priority_then_by_time() -> None:
 
 def test_an_instance_has_a_time_to_live() -> None:
     cache, clock = with_clock(ttl=30)
-    cache.close(read_prompt(cache, [1] * 5))
+    read_prompt(cache, [1] * 5).close()
     clock.now += 31
-    cache.close(read_prompt(cache, [2] * 5))
-    cache.close(read_prompt(cache, [1] * 5, max_cached=0))
+    read_prompt(cache, [2] * 5).close()
+    read_prompt(cache, [1] * 5, max_cached=0).close()
     evict(cache, 1)
     assert find_cached(cache, [2] * 5) == 4

@@ -10,10 +10,9 @@ import pytest
 
 from cache_strategies.base import KVCache
 from cache_strategies.features import PrefixListing
-from cache_strategies.paged.cache import PagedCache
+from cache_strategies.paged.cache import PagedCache, PagedSequence
 from cache_strategies.paged.prefix_index import BlockHash
-from cache_strategies.paged.seat import PagedSeat
-from cache_strategies.types import NO_SALT, CachedPrefix, PinError, Salt
+from cache_strategies.types import NO_SALT, CachedPrefix, PinError, Salt, Text
 from kernels.types import LayerSpec
 from tests.cache_strategies.cache_driver import (
     BLOCK,
@@ -26,7 +25,7 @@ from tests.cache_strategies.cache_driver import (
     get_block_bytes,
     make_cache,
     make_paged,
-    open_seat,
+    open_sequence,
     read_prompt,
 )
 
@@ -51,7 +50,7 @@ def shapes_of(nodes: Sequence[CachedPrefix]) -> list[tuple[int, int, int, int]]:
 
 def id_of(cache: PagedCache, tokens: Sequence[int], salt: Salt = NO_SALT) -> str:
     """Return the id of a text of whole blocks."""
-    *_, last = cache._hasher.hash_blocks(tokens, salt)
+    *_, last = cache.hasher.hash_blocks(tokens, salt)
     return last.prefix_id
 
 
@@ -61,7 +60,7 @@ class Model:
 
     def __init__(self, cache: PagedCache, rng: random.Random, *, counts_hits: bool) -> None:
         self.cache, self.rng, self.counts_hits = cache, rng, counts_hits
-        self.seats: list[tuple[PagedSeat, Salt, list[int]]] = []  # with all tokens that it may hold
+        self.sequences: list[tuple[PagedSequence, Salt, list[int]]] = []  # with all tokens that it may hold
         self.texts: list[tuple[int, ...]] = [(1,) * LONGEST]
         self.pins: dict[str, Prefix] = {}
         self.hits: Counter[Prefix] = Counter()  # that ended with a prefix
@@ -70,7 +69,7 @@ class Model:
     # ------------------------------------------------------------ the truth
     def hash_of(self, prefix: Prefix) -> BlockHash:
         salt, tokens = prefix
-        *_, last = self.cache._hasher.hash_blocks(tokens, salt)
+        *_, last = self.cache.hasher.hash_blocks(tokens, salt)
         return last
 
     def list_cached(self) -> list[Prefix]:
@@ -93,7 +92,7 @@ class Model:
     def list_expected(self) -> list[tuple[object, ...]]:
         """Return the nodes: prefixes after which sequences differ, a pin ends, or the numbers of uses change."""
         cached = self.list_cached()
-        references = Counter(block for seat, _, _ in self.seats for block in seat.blocks)
+        references = Counter(block for sequence, _, _ in self.sequences for block in sequence.blocks)
         uses: dict[Prefix, tuple[int, int]] = {}
         for salt, tokens in cached:
             block = self.cache.pool.find(self.hash_of((salt, tokens)))
@@ -144,33 +143,33 @@ class Model:
         known = self.rng.choice(self.texts[-6:])
         text = [*known[: self.rng.randrange(len(known))], *self.rng.choices([1, 2], k=self.rng.randint(1, 12))][:50]
         salt = self.rng.choice(SALTS)
-        seat = self.cache.open(text, salt=salt)
+        sequence = self.cache.open(Text(text, salt=salt))
         self.texts.append(tuple(text))
-        if seat is None:
+        if sequence is None:
             self.num_refused += 1
             return
-        if seat.length:
-            self.hits[salt, tuple(text[: seat.length])] += 1
-        self.seats.append((seat, salt, text))
+        if sequence.length:
+            self.hits[salt, tuple(text[: sequence.length])] += 1
+        self.sequences.append((sequence, salt, text))
         if self.rng.random() < 0.8:
-            self.compute(len(self.seats) - 1)
+            self.compute(len(self.sequences) - 1)
 
     def go_on(self) -> None:
-        if self.seats:
-            self.compute(self.rng.randrange(len(self.seats)))
+        if self.sequences:
+            self.compute(self.rng.randrange(len(self.sequences)))
 
     def compute(self, number: int) -> None:
         """Compute the rest of a prompt, or two further tokens."""
-        seat, _, text = self.seats[number]
-        rest = text[seat.length :] or self.rng.choices([1, 2], k=min(2, LONGEST - len(text)))
-        if rest and self.cache.ready(seat) and self.cache.grow(seat, len(rest)):
-            text[seat.length :] = rest
-            enter(self.cache, (seat, rest))
+        sequence, _, text = self.sequences[number]
+        rest = text[sequence.length :] or self.rng.choices([1, 2], k=min(2, LONGEST - len(text)))
+        if rest and sequence.ready() and sequence.reserve(len(rest)):
+            text[sequence.length :] = rest
+            enter(self.cache, (sequence, rest))
             self.texts.append(tuple(text))
 
     def close(self) -> None:
-        if self.seats:
-            self.cache.close(self.seats.pop(self.rng.randrange(len(self.seats)))[0])
+        if self.sequences:
+            self.sequences.pop(self.rng.randrange(len(self.sequences)))[0].close()
 
     def evict(self) -> None:
         evict(self.cache, self.rng.randint(1, 4))
@@ -223,8 +222,8 @@ def test_any_operations_lead_to_the_tree_of_the_model(layers: Sequence[LayerSpec
             assert sorted(found, key=str) == model.list_expected()
             places = {each.id: place for place, each in enumerate(nodes)}
             assert all(each.parent is None or places[each.parent] < places[each.id] for each in nodes)
-        for seat, *_ in model.seats:
-            cache.close(seat)
+        for sequence, *_ in model.sequences:
+            sequence.close()
         for pin in cache.pins():
             cache.unpin(pin.id)
         assert_nothing_leaked(cache)
@@ -240,10 +239,10 @@ def test_hits_are_the_sequences_that_found_a_node_while_nothing_is_evicted() -> 
     texts: list[list[int]] = [[1] * 40]
     for _ in range(60):
         text = [*rng.choice(texts)[: rng.randrange(30)], *rng.choices(range(3), k=10)]
-        seat = read_prompt(cache, text)
-        found.append(tuple(text[: seat.cached]))
+        sequence = read_prompt(cache, text)
+        found.append(tuple(text[: sequence.found]))
         texts.append(text)
-        cache.close(seat)
+        sequence.close()
     expected = {
         id_of(cache, text[:end]): sum(each[:end] == tuple(text[:end]) for each in found)
         for text in texts[1:]
@@ -268,7 +267,7 @@ def test_a_common_beginning_is_the_parent_of_both_ends(kind: str) -> None:
     assert (parent.num_tokens, parent.references, parent.hits, parent.idle) == (16, 2, 1, None)
     assert {each.parent for each in children} == {parent.id}
     assert shapes_of(children) == [(16, 4, 1, 0), (16, 8, 1, 0)]
-    cache.close(first), cache.close(second)
+    first.close(), second.close()
     assert shapes_of(list_nodes(cache)) == [(0, 16, 0, 1), (16, 4, 0, 0), (16, 8, 0, 0)]
     assert all(each.idle is not None and 0 <= each.idle <= each.age for each in list_nodes(cache))
 
@@ -277,29 +276,29 @@ def test_ids_differ_by_tenant_and_instance_and_stay() -> None:
     ids = set()
     cache = make_paged()
     for salt in (*SALTS, Salt("tenant", "salt", shadow=True), Salt("", "tenant")):
-        cache.close(read_prompt(cache, [*TEXT, 1], salt=salt))
+        read_prompt(cache, [*TEXT, 1], salt=salt).close()
         ids |= {each.id for each in list_nodes(cache) if each.salt == salt}
     assert len(ids) == 5
     assert all(len(each) == 32 and int(each, 16) for each in ids)
     same = make_paged()
-    same.close(read_prompt(same, [*TEXT, 1]))
+    read_prompt(same, [*TEXT, 1]).close()
     assert {each.id for each in list_nodes(same)} < ids, "an id is the same after a restart"
-    same._hasher.root = b"of another instance"
-    same.close(read_prompt(same, [*TEXT, 1]))
+    same.hasher.root = b"of another instance"
+    read_prompt(same, [*TEXT, 1]).close()
     assert len({each.id for each in list_nodes(same)} - ids) == 1
 
 
 def test_a_prefix_whose_beginning_is_gone_is_listed_without_parent() -> None:
     cache = make_paged()
-    seat = read_prompt(cache, [*TEXT, 1])
-    first = seat.blocks[0]
-    cache.close(seat)
+    sequence = read_prompt(cache, [*TEXT, 1])
+    first = sequence.blocks[0]
+    sequence.close()
     cache.pool.unpublish(first)
     (orphan,) = list_nodes(cache)
     assert (orphan.parent, orphan.first_token, orphan.num_tokens) == (None, 4, 12)
     with pytest.raises(PinError, match="no block of this prefix is cached"):
         cache.pin_prefix(orphan.id, ttl=60)
-    cache.close(read_prompt(cache, [*TEXT[:4], 1]))
+    read_prompt(cache, [*TEXT[:4], 1]).close()
     assert shapes_of(list_nodes(cache)) == [(0, 16, 0, 0)], "it is found again"
     assert find_cached(cache, [*TEXT, 1]) == 16
 
@@ -317,10 +316,10 @@ def test_what_is_not_shared_is_not_listed() -> None:
 def test_the_most_important_nodes_are_listed_with_their_parents() -> None:
     cache = make_paged(blocks=1000)
     for number in range(20):
-        cache.close(read_prompt(cache, [*TEXT[:8], *[number] * 8, 1]))
+        read_prompt(cache, [*TEXT[:8], *[number] * 8, 1]).close()
     pinned = cache.pin([*TEXT[:8], *[3] * 8], salt=NO_SALT, ttl=60)
     running = read_prompt(cache, [*TEXT[:8], *[5] * 8, 1])
-    cache.close(read_prompt(cache, [*TEXT[:8], *[9] * 8, 1]))
+    read_prompt(cache, [*TEXT[:8], *[9] * 8, 1]).close()
     nodes, omitted = cache.list_prefixes(4)
     assert (len(nodes), omitted) == (4, 17)
     parent, *children = nodes
@@ -332,7 +331,7 @@ def test_the_most_important_nodes_are_listed_with_their_parents() -> None:
     assert cache.list_prefixes(3)[1] == 18
     assert [each.id for each in list_nodes(cache, 1)] == [parent.id], "no other has room with its parent"
     assert cache.list_prefixes(0) == ([], 21)
-    cache.close(running)
+    running.close()
 
 
 @pytest.mark.fuzz
@@ -342,7 +341,7 @@ def test_a_limited_list_is_a_part_of_the_whole_one() -> None:
     cache, texts = make_paged(blocks=2000), [[1] * 40]
     for _ in range(40):
         texts.append([*rng.choice(texts)[: rng.randrange(40)], *rng.choices(range(3), k=rng.randint(1, 12))][:60])
-        cache.close(read_prompt(cache, texts[-1]))
+        read_prompt(cache, texts[-1]).close()
     whole = {each.id: each for each in list_nodes(cache)}
     for limit in range(len(whole) + 2):
         nodes, omitted = cache.list_prefixes(limit)
@@ -360,7 +359,7 @@ def test_a_limited_list_is_a_part_of_the_whole_one() -> None:
 def test_a_node_is_pinned_with_all_that_comes_before_it() -> None:
     cache = make_paged()
     for end in (1, 2):
-        cache.close(read_prompt(cache, [*TEXT, *[end] * 5]))
+        read_prompt(cache, [*TEXT, *[end] * 5]).close()
     parent, child, _ = list_nodes(cache)
     pin = cache.pin_prefix(child.id, ttl=60)
     assert (pin.num_tokens, pin.salt) == (20, NO_SALT)
@@ -376,14 +375,14 @@ def test_a_node_is_pinned_with_all_that_comes_before_it() -> None:
 
 def test_a_pin_splits_a_node_where_it_ends() -> None:
     cache = make_paged()
-    cache.close(read_prompt(cache, [*TEXT, 1]))
+    read_prompt(cache, [*TEXT, 1]).close()
     cache.pin_prefix(id_of(cache, TEXT[:8]), ttl=60)  # an id of a block within a node
     assert shapes_of(list_nodes(cache)) == [(0, 8, 0, 0), (8, 8, 0, 0)]
 
 
 def test_an_unknown_id_is_neither_pinned_nor_dropped() -> None:
     cache = make_paged()
-    cache.close(read_prompt(cache, [*TEXT, 1]))
+    read_prompt(cache, [*TEXT, 1]).close()
     with pytest.raises(PinError, match="there is no cached prefix 'abc'"):
         cache.pin_prefix("abc", ttl=60)
     assert cache.drop_prefix("abc") is None
@@ -392,7 +391,7 @@ def test_an_unknown_id_is_neither_pinned_nor_dropped() -> None:
 
 def test_pins_of_nodes_leave_room_for_the_longest_sequence() -> None:
     cache = make_paged(blocks=18)  # the longest has 16 blocks
-    cache.close(read_prompt(cache, [*TEXT, 1]))
+    read_prompt(cache, [*TEXT, 1]).close()
     (node,) = list_nodes(cache)
     with pytest.raises(PinError, match="longest sequence of strategy 'it'"):
         cache.pin_prefix(node.id, ttl=60)
@@ -400,18 +399,18 @@ def test_pins_of_nodes_leave_room_for_the_longest_sequence() -> None:
 
 def test_what_is_not_computed_yet_is_not_pinned() -> None:
     cache = make_paged()
-    seat = open_seat(cache, [*TEXT, 1])
+    sequence = open_sequence(cache, [*TEXT, 1])
     (node,) = list_nodes(cache)
     with pytest.raises(PinError, match="no block"):
         cache.pin_prefix(node.id, ttl=60)
-    enter(cache, (seat, TEXT[:9]))
+    enter(cache, (sequence, TEXT[:9]))
     assert cache.pin_prefix(node.id, ttl=60).num_tokens == 8
 
 
 def test_a_dropped_node_takes_its_subtree_and_their_pins_along() -> None:
     cache = make_paged()
     for end in (1, 2):
-        cache.close(read_prompt(cache, [*TEXT, *[end] * 5]))
+        read_prompt(cache, [*TEXT, *[end] * 5]).close()
     cache.pin([*TEXT, *[1] * 5], salt=NO_SALT, ttl=60)
     kept = cache.pin(TEXT[:8], salt=NO_SALT, ttl=60)
     assert shapes_of(list_nodes(cache)) == [(0, 8, 0, 1), (8, 8, 0, 1), (16, 4, 0, 0), (16, 4, 0, 0)]
@@ -426,26 +425,26 @@ def test_a_dropped_node_takes_its_subtree_and_their_pins_along() -> None:
 
 def test_what_is_in_use_stays_and_is_not_found_any_more() -> None:
     cache = make_paged()
-    seat = read_prompt(cache, [*TEXT, 1])
+    sequence = read_prompt(cache, [*TEXT, 1])
     other = read_prompt(cache, TEXT[:5])
     assert cache.drop_prefix(id_of(cache, TEXT[:8])) == 0
     assert shapes_of(list_nodes(cache)) == [(0, 4, 2, 1)]
-    enter(cache, (seat, [2] * 11))
+    enter(cache, (sequence, [2] * 11))
     enter(cache, (other, [3] * 7))
     assert find_cached(cache, [*TEXT, 1, *[2] * 11]) == 4, "what it computes later is not found either"
     assert find_cached(cache, [*TEXT[:5], *[3] * 7, 1]) == 12
     again = read_prompt(cache, [*TEXT, 1])
-    assert again.cached == 4
+    assert again.found == 4
     cache.check_integrity()
-    for each in (seat, other, again):
-        cache.close(each)
+    for each in (sequence, other, again):
+        each.close()
     assert_nothing_leaked(cache)
 
 
 def test_only_one_tenants_prefix_is_dropped() -> None:
     cache = make_paged()
     for salt in SALTS:
-        cache.close(read_prompt(cache, [*TEXT, 1], salt=salt))
+        read_prompt(cache, [*TEXT, 1], salt=salt).close()
     cache.drop_prefix(id_of(cache, TEXT, SALTS[1]))
     assert [find_cached(cache, [*TEXT, 1], salt=salt) for salt in SALTS] == [16, 0, 16]
 
@@ -453,7 +452,7 @@ def test_only_one_tenants_prefix_is_dropped() -> None:
 # ---------------------------------------------------------------- models with windows
 def test_blocks_of_layers_with_a_window_count_in_the_bytes_of_a_node() -> None:
     cache = make_paged(layers=[LAYER, WINDOW, LAYER])
-    cache.close(read_prompt(cache, [*TEXT, 1]))
+    read_prompt(cache, [*TEXT, 1]).close()
     assert sum(each.num_bytes for each in list_nodes(cache)) == cache.setup.memory.held_bytes
     cache.evict(1)  # a block that the window has passed goes first
     assert shapes_of(list_nodes(cache)) == [(0, 16, 0, 0)]
@@ -465,16 +464,16 @@ def test_if_all_layers_have_a_window_the_blocks_of_the_widest_are_listed(kind: s
     cache = make_cache(kind, block_size=4, layers=[WINDOW, WINDOW._replace(window=10)])
     assert isinstance(cache, PagedCache)
     text = list(range(10, 51))
-    cache.close(read_prompt(cache, text))
+    read_prompt(cache, text).close()
     (node,) = list_nodes(cache)
     assert (node.parent, node.first_token, node.num_tokens, node.hits) == (None, 0, 40, 0)
     evict(cache, cache.blocks().idle - 7)  # all but the blocks that a sequence keeps at its end
     (node,) = list_nodes(cache)
     assert node.first_token + node.num_tokens == 40
     assert node.first_token > 0
-    seat = open_seat(cache, text)
-    assert seat.cached == 40
-    cache.close(seat)
+    sequence = open_sequence(cache, text)
+    assert sequence.found == 40
+    sequence.close()
     assert [each.hits for each in list_nodes(cache)] == [1]
     assert cache.pin_prefix(node.id, ttl=60).num_tokens == 40
     evict(cache, 99)
@@ -487,14 +486,14 @@ def test_if_all_layers_have_a_window_the_blocks_of_the_widest_are_listed(kind: s
 
 def test_what_follows_after_blocks_that_are_gone_is_another_tree() -> None:
     cache = make_paged(layers=[WINDOW, WINDOW])
-    seat = read_prompt(cache, list(range(10, 51)))
+    sequence = read_prompt(cache, list(range(10, 51)))
     beginning = read_prompt(cache, list(range(10, 15)))  # uses the first block; the next ones are idle
     evict(cache, 99)
     first, last = list_nodes(cache)
     assert (first.first_token, first.num_tokens, last.parent) == (0, BLOCK, None)
     cache.drop_prefix(first.id)
     assert [each.id for each in list_nodes(cache)] == [last.id]
-    for each in (seat, beginning):
-        cache.close(each)
+    for each in (sequence, beginning):
+        each.close()
     assert cache.drop_prefix(last.id)
     assert_nothing_leaked(cache)

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from cache_strategies.paged.cache import PagedCache
-from cache_strategies.paged.seat import PagedSeat
-from cache_strategies.types import NO_SALT
+from cache_strategies.paged.cache import PagedCache, PagedSequence
+from cache_strategies.types import NO_SALT, Text
 from kernels.types import LayerSpec
 from tests.cache_strategies.cache_driver import (
     BLOCK,
@@ -46,12 +45,12 @@ class MoreFound(Exception):
 
 
 class Play:
-    """Does the same with several caches, which must agree, and checks what the seats' next tokens see."""
+    """Does the same with several caches, which must agree, and checks what the sequences' next tokens see."""
 
     def __init__(self, rng: random.Random, caches: Sequence[PagedCache]) -> None:
         self.rng = rng
         self.caches = caches
-        self.seats: list[tuple[list[int], list[PagedSeat]]] = []  # tokens, and the seat in each cache
+        self.sequences: list[tuple[list[int], list[PagedSequence]]] = []  # tokens, and the sequence in each cache
         self.texts: list[list[int]] = [[1] * LONGEST]
 
     def draw_text(self) -> list[int]:
@@ -74,78 +73,78 @@ class Play:
     def open(self) -> None:
         text, limit = self.draw_text(), self.rng.choice([None, None, None, 9])
         self.compare_prefixes(text, limit)
-        seats = [cache.open(text, max_cached=limit) for cache in self.caches]
-        self.agree([seat and (seat.length, seat.miss) for seat in seats])
-        if seats[0] is not None:
-            self.seats.append((text, [seat for seat in seats if seat is not None]))
+        sequences = [cache.open(Text(text, max_cached=limit)) for cache in self.caches]
+        self.agree([sequence and (sequence.length, sequence.miss) for sequence in sequences])
+        if sequences[0] is not None:
+            self.sequences.append((text, [sequence for sequence in sequences if sequence is not None]))
 
     def close(self) -> None:
-        if self.seats:
-            _, seats = self.seats.pop(self.rng.randrange(len(self.seats)))
-            for cache, seat in zip(self.caches, seats, strict=True):
-                cache.close(seat)
+        if self.sequences:
+            _, sequences = self.sequences.pop(self.rng.randrange(len(self.sequences)))
+            for sequence in sequences:
+                sequence.close()
 
     def fork(self) -> None:
-        if not self.seats or len(self.seats) == SEATS:
+        if not self.sequences or len(self.sequences) == SEATS:
             return
-        text, seats = self.rng.choice(self.seats)
-        children = [cache.fork(seat) for cache, seat in zip(self.caches, seats, strict=True)]
+        text, sequences = self.rng.choice(self.sequences)
+        children = [sequence.fork() for cache, sequence in zip(self.caches, sequences, strict=True)]
         self.agree([child is None for child in children])
         if children[0] is not None:
-            self.seats.append((text[: seats[0].length], [child for child in children if child is not None]))
+            self.sequences.append((text[: sequences[0].length], [child for child in children if child is not None]))
 
     def step(self) -> None:
-        if not self.seats:
+        if not self.sequences:
             return
-        i = self.rng.randrange(len(self.seats))
-        text, seats = self.seats[i]
-        ready = [cache.ready(seat) for cache, seat in zip(self.caches, seats, strict=True)]
+        i = self.rng.randrange(len(self.sequences))
+        text, sequences = self.sequences[i]
+        ready = [sequence.ready() for cache, sequence in zip(self.caches, sequences, strict=True)]
         self.agree(ready)
-        start, size = seats[0].length, self.rng.choice([1, 3, 5, 20])
+        start, size = sequences[0].length, self.rng.choice([1, 3, 5, 20])
         row = text[start : start + size] or self.rng.choices([1, 2], k=size)[: LONGEST - start]
         if not ready[0] or not row:
             return
-        for cache, seat in zip(self.caches, seats, strict=True):
+        for cache, sequence in zip(self.caches, sequences, strict=True):
             cache.poll()
-            if not cache.grow(seat, len(row)):
+            if not sequence.reserve(len(row)):
                 return self.close()
-            enter(cache, (seat, row))
+            enter(cache, (sequence, row))
         if start + len(row) > len(text):
-            self.seats[i] = [*text[:start], *row], seats
-            self.texts.append(self.seats[i][0])
+            self.sequences[i] = [*text[:start], *row], sequences
+            self.texts.append(self.sequences[i][0])
 
     def run(self, steps: int, check: Callable[[], None]) -> None:
         for _ in range(steps):
             self.rng.choice([self.open, self.close, self.fork, self.step, self.step, self.step])()
             check()
-            for text, seats in self.seats:
-                self.agree([(seat.length, seat.cached) for seat in seats])
-                if seats[0].length < LONGEST and self.rng.random() < 0.2:
-                    for cache, seat in zip(self.caches, seats, strict=True):
-                        assert_sees(cache, seat, text)
-        while self.seats:
+            for text, sequences in self.sequences:
+                self.agree([(sequence.length, sequence.found) for sequence in sequences])
+                if sequences[0].length < LONGEST and self.rng.random() < 0.2:
+                    for cache, sequence in zip(self.caches, sequences, strict=True):
+                        assert_sees(cache, sequence, text)
+        while self.sequences:
             self.close()
         for cache in self.caches:
             assert_nothing_leaked(cache)
 
 
-def assert_sees(cache: PagedCache, seat: PagedSeat, text: Sequence[int]) -> None:
+def assert_sees(cache: PagedCache, sequence: PagedSequence, text: Sequence[int]) -> None:
     cache.poll()
-    if not cache.ready(seat) or not cache.grow(seat, 1):
+    if not sequence.ready() or not sequence.reserve(1):
         return
     for layer, spec in enumerate(cache.setup.geometry.layers):
-        first = max(0, seat.length - (spec.window or LONGEST) + 1)
-        assert visible_tokens(cache, seat, layer) == list(text[first : seat.length])
+        first = max(0, sequence.length - (spec.window or LONGEST) + 1)
+        assert visible_tokens(cache, sequence, layer) == list(text[first : sequence.length])
 
 
 @models
 def test_without_pressure_the_same_prefixes_are_found_as_without_windows(
     layers: Sequence[LayerSpec], rng: random.Random
 ) -> None:
-    """Also by seats that wait for others, that take over, and that were forked.
+    """Also by sequences that wait for others, that take over, and that were forked.
 
-    A seat that closes early can leave a gap before blocks that others have computed. If all layers have windows, the
-    blocks behind a gap are found, too; then the comparison ends.
+    A sequence that closes early can leave a gap before blocks that others have computed. If all layers have windows,
+    the blocks behind a gap are found, too; then the comparison ends.
     """
     caches = [make_paged(layers=each, blocks=3000, seats=SEATS) for each in ((LAYER,), layers)]
     play = Play(rng, caches)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from cache_strategies.quest.cache import QuestCache
+from cache_strategies.types import Text as CachedText
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
 from plugin_kit.driver.reference import attention
 from plugin_kit.driver.steps import Reading, StepOutputs, step
-from plugin_kit.driver.texts import Text
+from plugin_kit.driver.texts import RandomText
 from plugin_kit.driver.visible import check_keys
 from tests.contract.harness import World
 
@@ -32,19 +33,19 @@ def make_world(
     return World({"quest": settings}, layers=layers, dtype=dtype, max_seats=4, memory_bytes=memory_bytes)
 
 
-def open_prompt(world: World, text: Text, length: int, *, max_cached: int | None = None) -> Reading:
-    """Open a seat for a prompt, the first `length` tokens of a text; what follows is generated."""
+def open_prompt(world: World, text: RandomText, length: int, *, max_cached: int | None = None) -> Reading:
+    """Open a sequence for a prompt, the first `length` tokens of a text; what follows is generated."""
     cache = world.caches["quest"]
-    seat = cache.open(text.ids[:length], max_cached=max_cached)
-    assert seat is not None, "no room"
-    return Reading(cache, text, seat)
+    sequence = cache.open(CachedText(text.ids[:length], max_cached=max_cached))
+    assert sequence is not None, "no room"
+    return Reading(cache, text, sequence)
 
 
-def read_prompt(world: World, text: Text, length: int, *, max_cached: int | None = None) -> Reading:
-    """Open a seat for a prompt and compute what of it was not found, in one row."""
+def read_prompt(world: World, text: RandomText, length: int, *, max_cached: int | None = None) -> Reading:
+    """Open a sequence for a prompt and compute what of it was not found, in one row."""
     reading = open_prompt(world, text, length, max_cached=max_cached)
-    if length - reading.seat.length:
-        step([(reading, length - reading.seat.length)])
+    if length - reading.sequence.length:
+        step([(reading, length - reading.sequence.length)])
     return reading
 
 
@@ -70,7 +71,7 @@ def check(result: StepOutputs, readings: Sequence[Reading]) -> None:
             assert (out[-1:].double() - want).abs().max() < 1e-5
 
 
-def check_blocks(text: Text, layer: int, spec: LayerSpec, listed: Tensor, cache: QuestCache) -> None:
+def check_blocks(text: RandomText, layer: int, spec: LayerSpec, listed: Tensor, cache: QuestCache) -> None:
     """Check that a query, at the last position of `listed` [H, end], has read the blocks of the largest bounds."""
     size, end = cache.block_size, listed.shape[1]
     num_blocks = -(-end // size)
@@ -89,7 +90,7 @@ def check_blocks(text: Text, layer: int, spec: LayerSpec, listed: Tensor, cache:
             assert min(chosen) >= max(bounds[i] for i in others) - tolerance, "a better block was not read"
 
 
-def bound(text: Text, layer: int, spec: LayerSpec, head: int, position: int, size: int) -> list[float]:
+def bound(text: RandomText, layer: int, spec: LayerSpec, head: int, position: int, size: int) -> list[float]:
     """Return for each full block the largest possible product of its keys' range with a query of a KV head's group."""
     group = spec.num_q_heads // spec.num_kv_heads
     queries = text.q[layer][position, head * group : (head + 1) * group].double()

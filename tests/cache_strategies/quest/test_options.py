@@ -79,8 +79,6 @@ def test_it_is_exact_if_nothing_is_left_out(options: dict[str, Any], layers: lis
     if exact:
         assert contract.replayable
         assert contract.chunk_invariant
-    assert contract.forkable
-    assert contract.max_row is None
 
 
 def test_attention_over_int8_is_over_what_is_left_of_the_keys_that_are_read() -> None:
@@ -88,7 +86,7 @@ def test_attention_over_int8_is_over_what_is_left_of_the_keys_that_are_read() ->
     reading = read_prompt(world, text, 70)
     for _ in range(6):
         result = step([(reading, 1)], keys=True)
-        end = reading.seat.length
+        end = reading.sequence.length
         for layer, spec in enumerate(LAYERS):
             _, _, positions = result.keys[0][layer]
             listed = torch.zeros(spec.num_kv_heads, end, dtype=torch.bool)

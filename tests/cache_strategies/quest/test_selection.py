@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from cache_strategies.base import Rows
 from cache_strategies.quest.cache import QuestCache
+from cache_strategies.visible import count_dropped_tokens
 from kernels.types import LayerSpec
 from plugin_kit.driver.steps import step
 from plugin_kit.driver.texts import random_text
@@ -57,7 +59,7 @@ def test_a_summary_bounds_the_product_of_every_key_with_every_query(
             if HYBRID[layer].window is not None:
                 continue
             for head in range(group.num_heads):
-                blocks = cache.table.host_tables[group.first_table + head, reading.seat.index, :num_full]  # type: ignore[attr-defined]
+                blocks = cache.table.host_tables[group.first_table + head, reading.sequence.index, :num_full]  # type: ignore[attr-defined]
                 found = group.summaries.get(layer)[torch.from_numpy(blocks.astype(np.int64))]
                 keys = text.k[layer][:80]
                 stored = (what_is_left(keys) if kv_dtype == "int8" else keys)[:, head].unflatten(0, (num_full, 4))
@@ -75,9 +77,9 @@ def test_a_longer_text_than_the_budget_reads_less_and_says_so() -> None:
     reading = read_prompt(world, random_text(1, 60, LAYERS), 19)
     dropped = []
     for _ in range(30):
-        dropped.append(reading.cache.count_dropped_tokens(reading.seat))
+        dropped.append(count_dropped_tokens(reading.cache, reading.sequence.length))
         keys = step([(reading, 1)], keys=True).keys[0]
-        assert all(len(positions) == reading.seat.length - dropped[-1] for _, _, positions in keys)
+        assert all(len(positions) == reading.sequence.length - dropped[-1] for _, _, positions in keys)
     assert dropped == [max(0, (19 + i) // 4 + 1 - 5) * 4 for i in range(30)]
 
 
@@ -85,6 +87,7 @@ def test_prefill_and_short_texts_leave_all_layers_to_the_kernels() -> None:
     world = make_world()
     reading = open_prompt(world, random_text(1, 60, LAYERS), 40)
     for size, hooked in ((12, False), (1, False), (30, False), (1, True)):
-        plan = reading.cache.plan([reading.work(size).row])
-        assert all((plan.kv_location(layer) is None) == hooked for layer in range(len(LAYERS)))
+        assert reading.sequence.reserve(size)
+        locations, _ = reading.cache.locate(Rows([reading.sequence], [size]))
+        assert [each is None for each in locations] == [hooked] * len(LAYERS)
         step([(reading, size)])

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from cache_strategies.base import Rows
 from cache_strategies.quest.cache import QuestCache
-from cache_strategies.quest.plan import QuestPlan
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
 from plugin_kit.driver.steps import Reading, step
@@ -25,10 +25,9 @@ from tests.contract.harness import World
 
 def is_choosing(reading: Reading) -> bool:
     """Return whether the next token of a text chooses blocks."""
-    assert reading.cache.grow(reading.seat, 1)
-    plan = reading.cache.plan([reading.work(1).row])
-    assert isinstance(plan, QuestPlan)
-    return bool(plan.chosen.rows)
+    assert reading.sequence.reserve(1)
+    locations, _ = reading.cache.locate(Rows([reading.sequence], [1]))
+    return locations[0] is None
 
 
 # ---------------------------------------------------------------- prefixes
@@ -39,13 +38,13 @@ def test_a_prompt_is_found_by_another_which_reads_the_same_blocks() -> None:
     generate(first, 5)
     held = count_held_blocks(first.cache)
     second = read_prompt(world, text, 61)
-    assert second.seat.cached == 60
+    assert second.sequence.found == 60
     assert count_held_blocks(first.cache) == held + 2  # of the heads in the block with the last token
     generate(second, 9)
-    first.cache.close(first.seat)
-    second.cache.close(second.seat)
+    first.sequence.close()
+    second.sequence.close()
     third = read_prompt(world, text, 61)
-    assert third.seat.cached == 60
+    assert third.sequence.found == 60
     generate(third, 9)
     world.check_integrity()
 
@@ -55,11 +54,11 @@ def test_tokens_of_short_texts_are_found_and_those_of_choosing_rows_are_not() ->
     text = random_text(1, 100, LAYERS)
     first = read_prompt(world, text, 10)
     generate(first, 50)  # from position 32 on it chooses
-    first.cache.close(first.seat)
+    first.sequence.close()
     assert find_cached(first.cache, text.ids) == 32
     again = read_prompt(world, text, 60)
-    assert again.seat.cached == 32
-    again.cache.close(again.seat)
+    assert again.sequence.found == 32
+    again.sequence.close()
     assert find_cached(first.cache, text.ids) == 60
     world.check_integrity()
 
@@ -75,7 +74,7 @@ def test_blocks_of_a_prompt_are_withheld_from_its_first_choice_on() -> None:
     assert reading.cache.blocks().pending == 0
     world.check_integrity()
     other = read_prompt(world, text, 80)
-    assert other.seat.cached == 40
+    assert other.sequence.found == 40
     generate(other, 3)
     world.check_integrity()
 
@@ -89,7 +88,7 @@ def test_a_row_that_others_wait_for_reads_all_keys() -> None:
     assert not is_choosing(first)
     step([(first, 1)])
     step([(first, 37)])
-    assert waiting.seat.length == 76
+    assert waiting.sequence.length == 76
     check(step([(waiting, 4)], keys=True), [waiting])
     assert is_choosing(first)
     world.check_integrity()
@@ -99,7 +98,7 @@ def test_a_row_that_depends_on_blocks_of_the_same_step_reads_all_keys() -> None:
     world = make_world()
     text = random_text(1, 100, LAYERS)
     first, second = open_prompt(world, text, 41), open_prompt(world, text, 41)
-    assert second.seat.length == 40
+    assert second.sequence.length == 40
     result = step([(first, 41), (second, 1)], keys=True)
     assert all(len(positions) == 41 for _, _, positions in result.keys[1])
     world.check_integrity()
@@ -116,9 +115,9 @@ def test_forks_choose_for_themselves(rng: random.Random) -> None:
         at += 1
     readings = [parent]
     for seed in (1, 2):
-        seat = parent.cache.fork(parent.seat)
-        assert seat is not None
-        readings.append(Reading(parent.cache, spliced(common, random_text(seed, 110, LAYERS), at), seat))
+        sequence = parent.sequence.fork()
+        assert sequence is not None
+        readings.append(Reading(parent.cache, spliced(common, random_text(seed, 110, LAYERS), at), sequence))
     for _ in range(20):
         check(step([(each, 1) for each in readings], keys=True), readings)
         world.check_integrity()
@@ -130,8 +129,8 @@ def test_what_is_written_again_has_new_summaries(rng: random.Random) -> None:
     reading = read_prompt(world, text, 50)
     for seed in range(2, 5):
         generate(reading, rng.randint(1, 12))
-        length = reading.seat.length - rng.randint(0, 20)
-        reading.cache.crop(reading.seat, length)
+        length = reading.sequence.length - rng.randint(0, 20)
+        reading.sequence.truncate(length)
         reading.text = spliced(reading.text, random_text(seed, 160, LAYERS), length)
         if rng.random() < 0.5:
             step([(reading, rng.randint(2, 9))])
@@ -144,10 +143,10 @@ def test_a_fork_that_goes_back_leaves_the_summaries_of_its_parent() -> None:
     common = random_text(0, 110, LAYERS)
     parent = read_prompt(world, common, 60)
     generate(parent, 1)
-    seat = parent.cache.fork(parent.seat)
-    assert seat is not None
-    child = Reading(parent.cache, spliced(common, random_text(1, 110, LAYERS), 38), seat)
-    child.cache.crop(child.seat, 38)
+    sequence = parent.sequence.fork()
+    assert sequence is not None
+    child = Reading(parent.cache, spliced(common, random_text(1, 110, LAYERS), 38), sequence)
+    child.sequence.truncate(38)
     for _ in range(12):
         check(step([(child, 1), (parent, 1)], keys=True), [child, parent])
     world.check_integrity()
@@ -163,7 +162,7 @@ def test_blocks_that_were_evicted_are_summarized_anew(rng: random.Random) -> Non
     for seed in range(12):
         reading = read_prompt(world, random_text(seed, 130, LAYERS), rng.randint(40, 90))
         generate(reading, 8)
-        reading.cache.close(reading.seat)
+        reading.sequence.close()
         world.check_integrity()
     assert reading.cache.idle_bytes > 0
 
@@ -173,8 +172,8 @@ def test_tokens_that_are_not_finite_are_found_by_nobody() -> None:
     text = random_text(1, 100, LAYERS)
     text.k[0][30] = torch.nan
     reading = read_prompt(world, text, 60)
-    reading.cache.discard(reading.seat)
-    reading.cache.close(reading.seat)
+    reading.sequence.spoiled = True
+    reading.sequence.close()
     assert find_cached(reading.cache, text.ids) == 28
 
 

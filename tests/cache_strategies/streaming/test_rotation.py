@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugin_kit.driver.steps import Keys, Reading
+from plugin_kit.driver.steps import Keys, Reading, gather, iter_rows
 from plugin_kit.driver.texts import random_text
 from server.engine.batch import Batch
 from server.models.decoder import Decoder
@@ -41,14 +41,14 @@ def read_unrotated(decoder: Decoder, reading: Reading) -> list[Keys]:
     while True:
         n = reading.chunk(random.choice([1, 5, 30]))
         batch = Batch([reading.work(n)])
-        at = slice(reading.seat.length, reading.seat.length + n)
+        at = slice(reading.sequence.length, reading.sequence.length + n)
         for layer, spec in enumerate(decoder.layer_specs):
             assert spec.rotate is not None
             q, k, v = (part[layer][at] for part in (reading.text.q, reading.text.k, reading.text.v))
             batch.attend(layer, q, spec.rotate(k, batch.positions), v)
         if reading.left == n:
-            plan = batch.parts[0].planned.plan
-            return [plan.gather_kv(layer, 0) for layer in range(len(decoder.layer_specs))]
+            ((cache, rows, row),) = iter_rows(batch)
+            return [gather(cache, rows, row, layer) for layer in range(len(decoder.layer_specs))]
         assert not batch.commit()
 
 

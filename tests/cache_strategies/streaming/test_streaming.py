@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from cache_strategies import registry
+from cache_strategies.streaming.cache import StreamingSequence
 from cache_strategies.streaming.options import KeptSizes, StreamingOptions
-from cache_strategies.streaming.seat import StreamingSeat
 from cache_strategies.types import Geometry
+from cache_strategies.visible import count_dropped_tokens
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps
@@ -21,7 +22,7 @@ from kernels.store import KVStore
 from kernels.types import LayerSpec
 from plugin_kit.driver.reference import attention
 from plugin_kit.driver.steps import Keys, Reading, attend, step
-from plugin_kit.driver.texts import Text, random_text, rotate
+from plugin_kit.driver.texts import RandomText, random_text, rotate
 from plugin_kit.driver.visible import check_keys
 from server.engine.batch import Batch
 from tests.cache_strategies.cache_driver import count_bytes
@@ -45,10 +46,10 @@ def make_world(
 
 
 def read(reading: Reading, end: int, rng: random.Random | None = None) -> list[Keys]:
-    """Read a text up to a position, in random rows; return gather_kv() of the last row."""
+    """Read a text up to a position, in random rows; return the keys of the last row."""
     keys: list[Keys] = []
-    while reading.seat.length < end:
-        wanted = min(end - reading.seat.length, 1000 if rng is None else rng.choice([1, 2, 7, 30]))
+    while reading.sequence.length < end:
+        wanted = min(end - reading.sequence.length, 1000 if rng is None else rng.choice([1, 2, 7, 30]))
         keys = step([(reading, reading.chunk(wanted))], keys=True).keys[0]
     return keys
 
@@ -64,8 +65,8 @@ def check_last_step(reading: Reading, definition: Streaming, tolerance: float) -
 
     Return the largest error of a key, in units of its norm.
     """
-    start, end, worst = reading.seat.length, reading.seat.length + 1, 0.0
-    assert reading.seat.position == start - int(definition.count_dropped(torch.tensor([start])))
+    start, end, worst = reading.sequence.length, reading.sequence.length + 1, 0.0
+    assert reading.sequence.shift == int(definition.count_dropped(torch.tensor([start])))
     found = step([(reading, 1)], keys=True)
     for layer, spec in enumerate(reading.cache.setup.geometry.layers):
         q, k, v = (part[layer][:end] for part in (reading.text.q, reading.text.k, reading.text.v))
@@ -90,7 +91,7 @@ def test_keys_rotated_at_many_boundaries_are_those_rotated_once(dtype: torch.dty
     reading = world.open("it", random_text(rng.randrange(99), 501, LAYERS, dtype))
     tolerance = sizes.count_rotations() * torch.finfo(dtype).eps
     for end in sorted(rng.sample(range(1, 500), 5)):
-        read(reading, max(end, reading.seat.length), rng)
+        read(reading, max(end, reading.sequence.length), rng)
         check_last_step(reading, sizes, tolerance)
         world.check_integrity()
 
@@ -134,18 +135,18 @@ def test_a_fork_goes_on_as_its_parent(rng: random.Random) -> None:
     world = make_world(sinks=3, window=20, every=9, block_size=8)
     cache, parent = world.caches["it"], world.open("it", random_text(1, 150, LAYERS))
     read(parent, rng.randint(1, 120), rng)
-    seat = cache.fork(parent.seat)
-    assert seat is not None
-    child = Reading(cache, parent.text, seat)
-    assert seat.position == parent.seat.position
+    sequence = parent.sequence.fork()
+    assert sequence is not None
+    child = Reading(cache, parent.text, sequence)
+    assert sequence.shift == parent.sequence.shift
     assert_same(read(parent, 150, rng), read(child, 150, rng))
     world.check_integrity()
 
 
 # ---------------------------------------------------------------- memory
-def repeated(text: Text, times: int) -> Text:
+def repeated(text: RandomText, times: int) -> RandomText:
     """Return a text whose tokens repeat those of another."""
-    return Text(text.ids * times, *([x.repeat(times, 1, 1) for x in part] for part in (text.q, text.k, text.v)))
+    return RandomText(text.ids * times, *([x.repeat(times, 1, 1) for x in part] for part in (text.q, text.k, text.v)))
 
 
 def test_a_text_of_three_thousand_tokens_takes_constant_memory_and_few_positions(rng: random.Random) -> None:
@@ -155,18 +156,20 @@ def test_a_text_of_three_thousand_tokens_takes_constant_memory_and_few_positions
     cache = world.caches["it"]
     reading = world.open("it", repeated(random_text(1, 1000, layers), 4))
     held: list[int] = []
-    while reading.seat.length < 3000:
+    while reading.sequence.length < 3000:
         step([(reading, reading.chunk(rng.choice([50, 50, 50, 13])))])
-        assert reading.seat.position <= 104 + 50
+        assert reading.sequence.length - reading.sequence.shift <= 104 + 50
         held.append(world.memory.held_bytes)
     assert max(held) <= count_bytes(cache, 3000) == count_bytes(cache, 200)
-    assert isinstance(reading.seat, StreamingSeat)
-    assert [kept.counts for kept in reading.seat.groups] == [[104], [29]], "a narrow window of the model's own is all"
-    dropped = cache.count_dropped_tokens(reading.seat)
-    assert dropped == (3000 - reading.seat.position) * 2 // 4  # the model's own window lacks nothing
+    assert isinstance(reading.sequence, StreamingSequence)
+    assert [kept.counts for kept in reading.sequence.groups] == [[104], [29]], (
+        "a narrow window of the model's own is all"
+    )
+    dropped = count_dropped_tokens(cache, reading.sequence.length)
+    assert dropped == reading.sequence.shift * 2 // 4  # the model's own window lacks nothing
     check_last_step(reading, sizes, 5e-6)
     world.check_integrity()
-    cache.close(reading.seat)
+    reading.sequence.close()
     assert world.memory.held_bytes == 0
 
 
@@ -199,18 +202,17 @@ def compact_at_boundaries(
     reading: Reading, end: int, every: int, failing: Failing, calls: int | None
 ) -> Iterator[bool]:
     """Read a text in rows that end at boundaries; yield whether the first try of each compaction failed."""
-    cache = reading.cache
-    while reading.seat.length < end:
+    while reading.sequence.length < end:
         work = reading.work(every)
         batch = Batch([work])
         attend(batch, [(reading, every)])
-        cache.commit(batch.parts[0].planned.plan, [work.tokens])
+        reading.sequence.commit(work.tokens)
         failing.calls_left = -1 if calls is None else calls
         try:
-            cache.compact(reading.seat)
+            reading.sequence.compact()
             yield False
         except RuntimeError:
-            cache.compact(reading.seat)
+            reading.sequence.compact()
             yield True
         failing.calls_left = -1
 
@@ -295,4 +297,4 @@ def test_it_promises_texts_without_an_end_and_no_exactness() -> None:
     assert contract.replayable
     assert contract.chunk_invariant
     assert not contract.exact
-    assert isinstance(make_world().open("it", random_text(1, 5, LAYERS)).seat, StreamingSeat)
+    assert isinstance(make_world().open("it", random_text(1, 5, LAYERS)).sequence, StreamingSequence)

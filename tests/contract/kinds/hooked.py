@@ -12,11 +12,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, Plan, Row
-from cache_strategies.block_table import TableOptions, TablePlan, TableSeat
-from cache_strategies.single_block import SingleBlockCache
+from cache_strategies.base import CacheSetup, Locations, Rows
+from cache_strategies.block_table import TableOptions
+from cache_strategies.single_block import SingleBlockCache, SingleBlockSequence
 from cache_strategies.types import KEEPS_EVERYTHING, Geometry
-from kernels.ops import KVLocation, QueryTap
+from kernels.ops import QueryTap
 from kernels.types import LayerSpec
 
 
@@ -26,42 +26,14 @@ class HookedOptions(TableOptions):
     layers: Literal["odd", "even", "all"] = Field("odd", description="the layers that the strategy computes itself")
 
 
-class HookedPlan(Plan[TableSeat]):
-    """A plan with addresses in some layers only; in these it takes a copy of the last query of each row."""
+class HookedCache(SingleBlockCache[SingleBlockSequence]):
+    """A cache with one block per sequence, which computes every second layer itself.
 
-    def __init__(self, cache: HookedCache, rows: Sequence[Row[TableSeat]]) -> None:
-        self.rows = rows
-        self._cache = cache
-        self._whole = TablePlan(cache, rows, cache.table.make_slots(rows))
-        self.query_tap = make_tap_of_last_tokens(cache.setup, rows, [not cache.computes(i) for i in cache.layers])
+    In the other layers it takes a copy of the last query of each row.
+    """
 
-    def kv_location(self, layer_idx: int) -> KVLocation | None:
-        return None if self._cache.computes(layer_idx) else self._whole.kv_location(layer_idx)
-
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        ops, spec = self._cache.setup.ops, self._cache.setup.geometry.layers[layer_idx]
-        store, at, _ = self._whole.kv_location(layer_idx)
-        ops.write_kv(store, layer_idx, k, v, at)
-        token = 0
-        for i, (seat, num_tokens) in enumerate(self.rows):
-            length = seat.length + num_tokens
-            keys, values = ops.gather(store, layer_idx, at, i, torch.arange(length, device=k.device))
-            for position in range(seat.length, length):
-                first = 0 if spec.window is None else max(0, position + 1 - spec.window)
-                seen = slice(first, position + 1)
-                out[token] = attend_from_one(q[token], keys[seen].clone(), values[seen].clone(), spec)
-                token += 1
-
-    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self._whole.gather_kv(layer_idx, row)
-
-
-class HookedCache(SingleBlockCache[TableSeat]):
-    """A cache with one block per seat, which computes every second layer itself."""
-
-    interface_version = 2
+    interface_version = 3
     options_type = HookedOptions
-    seat_type = TableSeat
 
     def __init__(self, setup: CacheSetup, options: HookedOptions) -> None:
         super().__init__(setup, options)
@@ -74,12 +46,29 @@ class HookedCache(SingleBlockCache[TableSeat]):
     def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
         return geometry.max_seq_len, 1
 
-    def computes(self, layer_idx: int) -> bool:
+    def computes(self, layer: int) -> bool:
         """Return whether the strategy computes a layer itself."""
-        return layer_idx in self._computed
+        return layer in self._computed
 
-    def plan(self, rows: Sequence[Row[TableSeat]]) -> HookedPlan:
-        return HookedPlan(self, rows)
+    def locate(self, rows: Rows[SingleBlockSequence]) -> Locations:
+        self._whole, _ = super().locate(rows)
+        shown = [None if self.computes(i) else self._whole[i] for i in self.layers]
+        return Locations(shown, make_tap_of_last_tokens(self.setup, rows, [each is not None for each in shown]))
+
+    def attend(self, layer: int, rows: Rows[SingleBlockSequence], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        ops, spec, location = self.setup.ops, self.setup.geometry.layers[layer], self._whole[layer]
+        assert location is not None
+        store, at, _ = location
+        ops.write_kv(store, layer, k, v, at)
+        token = 0
+        for i, sequence in enumerate(rows.sequences):
+            end = rows.end(i)
+            keys, values = ops.gather(store, layer, at, i, torch.arange(end, device=k.device))
+            for position in range(sequence.length, end):
+                first = 0 if spec.window is None else max(0, position + 1 - spec.window)
+                seen = slice(first, position + 1)
+                out[token] = attend_from_one(q[token], keys[seen].clone(), values[seen].clone(), spec)
+                token += 1
 
 
 def attend_from_one(q: Tensor, keys: Tensor, values: Tensor, spec: LayerSpec) -> Tensor:
@@ -95,10 +84,10 @@ def attend_from_one(q: Tensor, keys: Tensor, values: Tensor, spec: LayerSpec) ->
     return torch.einsum("hgs,shd->hgd", weights, values.float()).flatten(0, 1).to(q.dtype)
 
 
-def make_tap_of_last_tokens(setup: CacheSetup, rows: Sequence[Row[Any]], in_layer: Sequence[bool]) -> QueryTap:
+def make_tap_of_last_tokens(setup: CacheSetup, rows: Rows[Any], in_layer: Sequence[bool]) -> QueryTap:
     """Return a request for the query of each row's last token, in the layers that `in_layer` says."""
     device, dtype = setup.memory.device, setup.geometry.kv_dtype
-    last = torch.tensor([row.num_tokens for row in rows], device=device).cumsum(0) - 1
+    last = torch.tensor(rows.counts, device=device).cumsum(0) - 1
     queries = [
         torch.empty(len(rows), spec.num_q_heads, spec.head_dim, dtype=dtype, device=device) if wanted else None
         for spec, wanted in zip(setup.geometry.layers, in_layer, strict=True)

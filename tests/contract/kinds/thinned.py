@@ -9,7 +9,7 @@ block, in order, so addresses count kept tokens:
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,11 +18,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, Plan, Row
-from cache_strategies.block_table import TableOptions, TableSeat
-from cache_strategies.single_block import SingleBlockCache
+from cache_strategies.base import CacheSetup, Locations, Rows
+from cache_strategies.block_table import TableOptions
+from cache_strategies.single_block import SingleBlockCache, SingleBlockSequence
 from cache_strategies.types import Contract, Geometry
 from kernels.ops import KVLocation
+from kernels.types import Slots
 
 
 class ThinnedOptions(TableOptions):
@@ -33,76 +34,71 @@ class ThinnedOptions(TableOptions):
     every: int = Field(128, ge=1, le=65536, description="tokens from one boundary to the next")
 
 
-class ThinnedSeat(TableSeat):
-    """A seat that knows the positions of the tokens that were kept at the last boundary."""
+class ThinnedSequence(SingleBlockSequence):
+    """A sequence that knows the positions of the tokens that were kept at the last boundary."""
 
-    __slots__ = ("boundary", "kept", "num_moved")
+    cache: ThinnedCache
+    miss = "window"  # why open() finds nothing cached: what is dropped would be missing in other texts
 
-    def __init__(self, index: int, blocks: list[int], length: int = 0) -> None:
-        super().__init__(index, blocks, length)
-        self.miss = "window"  # why open() finds nothing cached: what is dropped would be missing in other texts
+    def __init__(self, cache: ThinnedCache, block: int, length: int = 0) -> None:
+        super().__init__(cache, block, length)
         self.kept: list[int] = []
         self.boundary = 0
         self.num_moved = 0  # layers that a compaction has moved which failed before its end
+        self._set_next_boundary()
+
+    def _set_next_boundary(self) -> None:
+        every = self.cache.options.every
+        self.stop = (self.length // every + 1) * every
 
     @property
     def num_kept(self) -> int:
         return len(self.kept) + self.length - self.boundary
 
-    def list_positions(self, num_new: int = 0) -> list[int]:
-        """Return the positions of the tokens in the seat's block, with those of `num_new` tokens after them."""
-        return [*self.kept, *range(self.boundary, self.length + num_new)]
+    def list_positions(self, end: int) -> list[int]:
+        """Return the positions of the tokens in the sequence's block, up to position `end`."""
+        return [*self.kept, *range(self.boundary, end)]
+
+    def commit(self, ids: Sequence[int]) -> None:
+        super().commit(ids)
+        self._set_next_boundary()
+
+    def fork(self) -> ThinnedSequence | None:
+        child = super().fork()  # copies the block
+        if child is not None:
+            child.kept, child.boundary = self.kept, self.boundary
+        return child
+
+    def compact(self) -> bool:
+        cache = self.cache
+        if self.length % cache.options.every or self.length == self.boundary:
+            return False
+        positions = self.list_positions(self.length)
+        stay = [index for index, position in enumerate(positions) if cache.stays(position, self.length)]
+        first_slot = self.blocks[0] * cache.store.block_size
+        src = torch.tensor(stay, device=cache.store.device) + first_slot
+        dst = torch.arange(len(stay), device=cache.store.device) + first_slot
+        # A call that raises is repeated: layers whose tokens have been moved must not be moved again, and what the
+        # sequence says of itself changes last.
+        for layer in range(self.num_moved, len(cache.setup.geometry.layers)):
+            cache.setup.ops.copy_tokens(cache.store, layer, src, dst)
+            self.num_moved = layer + 1
+        self.kept, self.boundary, self.num_moved = [positions[i] for i in stay], self.length, 0
+        return True
 
 
-class ThinnedPlan(Plan[ThinnedSeat]):
-    """A plan whose addresses count kept tokens; layers with a window of their own know where it begins among these."""
-
-    def __init__(self, cache: ThinnedCache, rows: Sequence[Row[ThinnedSeat]]) -> None:
-        self.rows = rows
-        self._cache = cache
-        self._positions = [row.seat.list_positions(row.num_tokens) for row in rows]
-        self._slots = cache.table.make_slots(rows)
-        self._by_window = {spec.window: self._locate(spec.window) for spec in cache.setup.geometry.layers}
-
-    def _locate(self, window: int | None) -> KVLocation:
-        """Return the addresses for layers with a window, or without one."""
-        slots = self._slots
-        if window is not None:
-            first_seen = [  # by token of the step: the index of the oldest kept token in its window
-                bisect_right(positions, row.seat.length + i - window)
-                for positions, row in zip(self._positions, self.rows, strict=True)
-                for i in range(row.num_tokens)
-            ]
-            device = self._cache.store.device
-            slots = replace(slots, window_start=torch.tensor(first_seen, dtype=torch.int32, device=device))
-        return KVLocation(self._cache.store, slots, None)
-
-    def kv_location(self, layer_idx: int) -> KVLocation:
-        return self._by_window[self._cache.setup.geometry.layers[layer_idx].window]
-
-    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        positions, window = self._positions[row], self._cache.setup.geometry.layers[layer_idx].window
-        first = 0 if window is None else bisect_right(positions, positions[-1] - window)
-        store, slots, _ = self.kv_location(layer_idx)
-        indices = torch.arange(first, len(positions), device=store.device)
-        k, v = self._cache.setup.ops.gather(store, layer_idx, slots, row, indices)
-        return k, v, torch.tensor(positions[first:], device=store.device)
-
-
-class ThinnedCache(SingleBlockCache[ThinnedSeat]):
+class ThinnedCache(SingleBlockCache[ThinnedSequence]):
     """A cache with one block for each sequence, in which the kept tokens lie in order."""
 
-    interface_version = 2
+    interface_version = 3
     options_type = ThinnedOptions
     options: ThinnedOptions
-    seat_type = ThinnedSeat
+    sequence_type = ThinnedSequence
     test_options = ({"recent": 12, "group": 3, "every": 16}, {"recent": 1, "group": 1, "every": 7})
 
     def __init__(self, setup: CacheSetup, options: ThinnedOptions) -> None:
         super().__init__(setup, options)
-        self.contract = Contract(
-            exact=False, forkable=True, rewind=0, replayable=True, chunk_invariant=True, max_row=options.every
-        )
+        self.contract = Contract(exact=False, rewind=0)
 
     @classmethod
     def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
@@ -110,41 +106,41 @@ class ThinnedCache(SingleBlockCache[ThinnedSeat]):
         old = max(0, geometry.max_seq_len - options.recent)
         return min(geometry.max_seq_len, old // 2 + options.group + options.recent + options.every), 1
 
-    def row_limit(self, seat: ThinnedSeat) -> int:
-        return self.options.every - seat.length % self.options.every
+    def locate(self, rows: Rows[ThinnedSequence]) -> Locations:
+        """Return addresses that count kept tokens; layers with a window know where it begins among these."""
+        slots = self.table.make_slots(rows)
+        by_window = {
+            spec.window: KVLocation(self.store, self._add_window(slots, rows, spec.window), None)
+            for spec in self.setup.geometry.layers
+        }
+        self._located = [by_window[spec.window] for spec in self.setup.geometry.layers]
+        return Locations(self._located)
 
-    def fork(self, seat: ThinnedSeat) -> ThinnedSeat | None:
-        child = super().fork(seat)  # copies the block
-        if child is not None:
-            child.kept, child.boundary = seat.kept, seat.boundary
-        return child
+    def _add_window(self, slots: Slots, rows: Rows[ThinnedSequence], window: int | None) -> Slots:
+        """Return slots with the index of the oldest kept token in the window of each token of the step."""
+        if window is None:
+            return slots
+        first_seen = [
+            bisect_right(each.list_positions(rows.end(row)), position - window)
+            for row, each in enumerate(rows.sequences)
+            for position in range(each.length, rows.end(row))
+        ]
+        return replace(slots, window_start=torch.tensor(first_seen, dtype=torch.int32, device=self.store.device))
 
-    def plan(self, rows: Sequence[Row[ThinnedSeat]]) -> ThinnedPlan:
-        return ThinnedPlan(self, rows)
+    def gather(self, layer: int, rows: Rows[ThinnedSequence], row: int) -> tuple[Tensor, Tensor, Tensor]:
+        positions = rows.sequences[row].list_positions(rows.end(row))
+        window, location = self.setup.geometry.layers[layer].window, self._located[layer]
+        assert location is not None
+        first = 0 if window is None else bisect_right(positions, positions[-1] - window)
+        indices = torch.arange(first, len(positions), device=self.store.device)
+        k, v = self.setup.ops.gather(self.store, layer, location.at, row, indices)
+        return k, v, torch.tensor(positions[first:], device=self.store.device)
 
-    def compact(self, seat: ThinnedSeat) -> int | None:
-        if seat.length % self.options.every or seat.length == seat.boundary:
-            return None
-        before, positions = self.count_dropped_tokens(seat), seat.list_positions()
-        stay = [index for index, position in enumerate(positions) if self._stays(position, seat.length)]
-        src = torch.tensor(stay, device=self.store.device) + seat.blocks[0] * self.store.block_size
-        dst = torch.arange(len(stay), device=self.store.device) + seat.blocks[0] * self.store.block_size
-        # A call that raises is repeated: layers whose tokens have been moved must not be moved again, and the seat
-        # changes last.
-        for layer in range(seat.num_moved, len(self.setup.geometry.layers)):
-            self.setup.ops.copy_tokens(self.store, layer, src, dst)
-            seat.num_moved = layer + 1
-        seat.kept, seat.boundary, seat.num_moved = [positions[i] for i in stay], seat.length, 0
-        return self.count_dropped_tokens(seat) - before
+    def stays(self, position: int, boundary: int) -> bool:
+        """Return whether a token is kept at a boundary after it."""
+        return position >= boundary - self.options.recent or position // self.options.group % 2 == 0
 
-    def _stays(self, position: int, length: int) -> bool:
-        return position >= length - self.options.recent or position // self.options.group % 2 == 0
-
-    def count_dropped_tokens(self, seat: ThinnedSeat) -> int:
-        positions, dropped, heads = seat.list_positions(), 0, 0
-        for spec in self.setup.geometry.layers:
-            first = 0 if spec.window is None else max(0, seat.length + 1 - spec.window)  # of what the next token uses
-            kept = len(positions) - bisect_left(positions, first)
-            dropped += (seat.length - first - kept) * spec.num_kv_heads
-            heads += spec.num_kv_heads
-        return dropped // heads
+    def count_visible(self, layer: int, length: int) -> int:
+        window, boundary = self.setup.geometry.layers[layer].window, length - length % self.options.every
+        first = 0 if window is None else max(0, length + 1 - window)  # of what the next token uses
+        return sum(self.stays(position, boundary) for position in range(first, length))

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from cache_strategies.base import CacheSetup
-from cache_strategies.contiguous import ContiguousCache, ContiguousOptions, ContiguousSeat
+from cache_strategies.contiguous import ContiguousCache, ContiguousOptions
 from cache_strategies.memory import Memory
 from cache_strategies.paged.base import PagedOptions
 from cache_strategies.paged.cache import PagedCache
@@ -49,7 +49,7 @@ class FaultyHookOptions(SieveOptions):
 class FaultyCache(ContiguousCache):
     """A contiguous cache with a fault."""
 
-    interface_version = 2
+    interface_version = 3
     options_type = FaultyOptions
 
     def __init__(self, setup: CacheSetup, options: Any) -> None:
@@ -64,9 +64,6 @@ class FaultyCache(ContiguousCache):
     @classmethod
     def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
         return change_sizes(super().sizes(options, geometry), options.fault, geometry.max_seq_len)
-
-    def grow(self, seat: ContiguousSeat, num_tokens: int) -> bool:
-        return super().grow(seat, num_tokens)  # a method of its own, which is called for each row
 
 
 class FaultyHookCache(SieveCache):
@@ -88,7 +85,7 @@ class FaultyPagedOptions(PagedOptions):
 class FaultyPagedCache(PagedCache):
     """A paged cache whose subclasses go wrong as `fault` says."""
 
-    interface_version = 2
+    interface_version = 3
     options_type = FaultyPagedOptions
 
     def __init__(self, setup: CacheSetup, options: FaultyPagedOptions) -> None:

@@ -55,7 +55,7 @@ def test_a_fallback_serves_however_the_instance_was_chosen(
     tiny: Path, reference: Reference, how: dict[str, Any]
 ) -> None:
     rules = [{"use": "bad", "min_priority": 3}] if "priority" in how else []
-    driver = make_driver(tiny, "plan raises", default_strategy="good" if how else "bad", rules=rules)
+    driver = make_driver(tiny, "locate raises", default_strategy="good" if how else "bad", rules=rules)
     prompt = random_prompt(25)
     heard, record = driver.serve("without a fault", prompt, kv_cache="good")
     assert record is not None
@@ -98,7 +98,7 @@ def test_a_fallback_serves_in_place_of_a_disabled_instance(tiny: Path, reference
 def test_a_fallback_at_fault_leads_to_its_own(tiny: Path, reference: Reference) -> None:
     instances = strategies(
         bad=faulty("open raises", fallback="bad_too"),
-        bad_too=faulty("plan raises", fallback="good"),
+        bad_too=faulty("locate raises", fallback="good"),
         good={"kind": "paged"},
     )
     driver = make_driver(tiny, "open raises", strategies=instances)
@@ -115,7 +115,7 @@ def test_a_fallback_at_fault_leads_to_its_own(tiny: Path, reference: Reference) 
 
 
 def test_if_no_fallback_gets_requests_the_error_is_that_of_the_chosen_instance(tiny: Path) -> None:
-    instances = strategies(bad=faulty("open raises", fallback="bad_too"), bad_too=faulty("plan raises"))
+    instances = strategies(bad=faulty("open raises", fallback="bad_too"), bad_too=faulty("locate raises"))
     driver = make_driver(tiny, "open raises", strategies=instances)
     codes = []
     for i in range(5):
@@ -130,10 +130,10 @@ def test_if_no_fallback_gets_requests_the_error_is_that_of_the_chosen_instance(t
 
 def test_a_request_for_which_the_fallback_has_no_room_is_told_to_come_back(tiny: Path) -> None:
     instances = strategies(
-        bad=faulty("plan raises", fallback="good"), good={"kind": "contiguous", "limit": "5%", "prefix_cache": False}
+        bad=faulty("locate raises", fallback="good"), good={"kind": "contiguous", "limit": "5%", "prefix_cache": False}
     )
     settings: dict[str, Any] = {"strategies": instances, "kv_memory": "12MiB"}
-    driver = make_driver(tiny, "plan raises", **settings)
+    driver = make_driver(tiny, "locate raises", **settings)
     quarantine(driver)
     driver.core.instances["good"].bytes_for = lambda num_tokens: num_tokens * 2**30  # type: ignore[method-assign]
     heard, record = driver.serve("too long", random_prompt(20))
@@ -153,7 +153,7 @@ def test_requests_that_wait_are_moved_when_a_quarantine_begins_and_those_that_ru
     driver.step()
     assert (driver.running(), driver.waiting()) == (["0", "1"], ["2", "3", "4"])
     inner = driver.core.instances["bad"].strategy
-    FAULTS["plan raises"].plant(inner)
+    FAULTS["locate raises"].plant(inner)
     driver.run()
     for i, prompt in enumerate(prompts):
         heard = driver.heard[f"{i}"]
@@ -167,7 +167,7 @@ def test_requests_that_wait_are_moved_when_a_quarantine_begins_and_those_that_ru
     assert driver.core.memory.get_held_bytes("bad") == 0
 
 
-@pytest.mark.parametrize("what", ["open raises", "plan raises", "commit raises"])
+@pytest.mark.parametrize("what", ["open raises", "locate raises", "commit raises"])
 def test_all_choices_of_a_prompt_are_answered_under_the_fallback(tiny: Path, reference: Reference, what: str) -> None:
     """The first choice is moved alone, and the others, which waited for its prompt, do not wait any more."""
     driver, prompt = make_driver(tiny, what), random_prompt(25)
@@ -183,7 +183,7 @@ def test_all_choices_of_a_prompt_are_answered_under_the_fallback(tiny: Path, ref
 def test_it_comes_back_by_single_requests_with_growing_pauses(
     tiny: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = make_driver(tiny, "plan raises")
+    driver = make_driver(tiny, "locate raises")
     isolation, prompt, pause = driver.core.isolation, random_prompt(25), FIRST_SECONDS
     quarantine(driver)
     for trial in range(3):
@@ -199,7 +199,7 @@ def test_it_comes_back_by_single_requests_with_growing_pauses(
         assert record is not None
         assert record.instance == "good"
         pause *= 2
-    heal(monkeypatch, "plan raises")
+    heal(monkeypatch, "locate raises")
     driver.now += pause
     probe = driver.submit("probe", prompt, COUNT)
     other = driver.submit("meanwhile", prompt, COUNT)

@@ -5,16 +5,14 @@ They may be the model's fault as well: what tells them apart is the strategies' 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cache_strategies.base import KVCache, Plan, Row
-from tests.engine.engine_driver import Driver
+from tests.engine.engine_driver import Driver, compute_by_hooks
 from tests.engine.expected_tokens import Reference, random_prompt
 from tests.engine.fallback_driver import COUNT, make_driver
 from tests.engine.isolation.planted_faults import FAULTS, select
@@ -65,23 +63,10 @@ def test_nan_of_the_model_ends_requests_with_an_error(tiny: Path, tokens_before:
     assert driver.core.instances["bad"].num_open == 0
 
 
-def _write_nan_in_hooks(cache: KVCache) -> None:
-    """Let a cache whose sequences can be forked compute its attention by hooks, and write NaN for the result."""
-    plan_rows = cache.plan
-
-    def plan(rows: Sequence[Row]) -> Plan:
-        right = plan_rows(rows)
-        hooked = copy(right)
-
-        def attend(layer_idx: int, *tensors: torch.Tensor) -> None:
-            cache.attend(right, layer_idx, *tensors)
-            tensors[-1].fill_(torch.nan)
-
-        hooked.kv_location = lambda layer_idx: None  # type: ignore[method-assign]
-        hooked.attend = attend  # type: ignore[method-assign,assignment]
-        return hooked
-
-    cache.plan = plan  # type: ignore[method-assign]
+def _write_nan(layer: int, run: Callable[[], None], out: torch.Tensor) -> None:
+    """Compute attention, and write NaN for the result."""
+    run()
+    out.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("what", ["attend writes NaN", "usage has NaN"], ids=["own rows", "forks"])
@@ -89,8 +74,7 @@ def test_all_choices_of_a_prompt_with_nan_are_answered(tiny: Path, reference: Re
     driver = make_driver(tiny, what, max_num_batched_tokens=512)
     cache = driver.core.instances["bad"]
     if not FAULTS[what].hook:
-        assert cache.contract.forkable
-        _write_nan_in_hooks(cache.strategy)
+        compute_by_hooks(cache.strategy, _write_nan)
     prompt = random_prompt(25)
     choices = [driver.submit("0", prompt, COUNT)]
     choices += [driver.submit(f"{i}", prompt, COUNT, sibling_of="0") for i in range(1, 4)]

@@ -159,8 +159,8 @@ def test_as_many_texts_fit_as_it_says(tiny: Path, name: str) -> None:
     cache, seats = driver.core.instances[name], []
     for number in range(fits["64"] + 1):
         seat = cache.open([number + 1, *range(100, 163)])  # nothing is shared
-        if seat is not None and not cache.strategy.grow(seat, 64 - seat.length):
-            cache.close(seat)
+        if seat is not None and not seat.reserve(64 - seat.length):
+            seat.close()
             seat = None
         if seat is None:
             break
@@ -168,7 +168,7 @@ def test_as_many_texts_fit_as_it_says(tiny: Path, name: str) -> None:
     assert len(seats) == fits["64"]
     assert fits["64"] > 1
     for seat in seats:
-        cache.close(seat)
+        seat.close()
 
 
 @pytest.mark.parametrize("fault", ["raises", "writes nonsense", "marks free blocks"])

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from cache_strategies.base import KVCache, Plan, Row, Seat
-from cache_strategies.types import NO_SALT, CacheUsage, Contract, Geometry, Salt
+from cache_strategies.base import KVCache, KVSequence, Rows
+from cache_strategies.types import CacheUsage, Contract, Geometry, Text
 
 
 class Memory:
@@ -42,14 +42,35 @@ class Memory:
         return True
 
 
-class FakeSeat(Seat):
-    """A seat that has reserved memory for `held` tokens."""
+class FakeSequence(KVSequence):
+    """A sequence that has reserved memory for `held` tokens."""
 
-    __slots__ = ("held",)
+    def __init__(self, cache: FakeCache) -> None:
+        self.cache, self.held = cache, 0
+        self._set_stop()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = 0
+    def ready(self) -> bool:
+        return self not in self.cache.not_ready
+
+    def reserve(self, num_tokens: int) -> bool:
+        assert self in self.cache.open_sequences
+        assert 0 < num_tokens <= (self.cache.max_row or num_tokens)
+        return self.cache.hold(self, self.cache.bytes_for(self.length + num_tokens))
+
+    def commit(self, ids: Sequence[int]) -> NoReturn:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.cache.open_sequences.remove(self)
+        self.cache.memory.free += self.held
+
+    def _set_stop(self) -> None:
+        self.stop = None if self.cache.max_row is None else self.length + self.cache.max_row
+
+    def advance(self, num_tokens: int) -> None:
+        """Count tokens as committed."""
+        self.length += num_tokens
+        self._set_stop()
 
 
 class FakeCache(KVCache):
@@ -66,17 +87,11 @@ class FakeCache(KVCache):
         lazy: bool = False,
         limit: int | None = None,
     ) -> None:
-        self.contract = Contract(
-            exact=True,
-            forkable=False,
-            rewind=None,
-            replayable=replayable,
-            chunk_invariant=True,
-            max_row=max_row,
-        )
-        self.open_seats: set[FakeSeat] = set()
-        self.opens_ready = True  # whether new seats are ready
-        self.not_ready: set[Seat] = set()
+        self.contract = Contract(replayable=replayable)
+        self.max_row = max_row
+        self.open_sequences: set[FakeSequence] = set()
+        self.opens_ready = True  # whether new sequences are ready
+        self.not_ready: set[KVSequence] = set()
         self._name, self.memory, self._reserve, self._lazy = name, memory, reserve, lazy
         self.limit = memory.total if limit is None else limit
         memory.caches[name] = self
@@ -91,56 +106,37 @@ class FakeCache(KVCache):
     def bytes_for(self, num_tokens: int) -> int:
         return num_tokens if self._reserve is None else self._reserve
 
-    def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> Seat | None:
-        seat = FakeSeat()
-        if not self._hold(seat, 0 if self._lazy else self.bytes_for(len(tokens))):
+    def open(self, text: Text) -> FakeSequence | None:
+        opened = FakeSequence(self)
+        if not self.hold(opened, 0 if self._lazy else self.bytes_for(len(text.ids))):
             return None
-        self.open_seats.add(seat)
+        self.open_sequences.add(opened)
         if not self.opens_ready:
-            self.not_ready.add(seat)
-        return seat
+            self.not_ready.add(opened)
+        return opened
 
-    def ready(self, seat: Seat) -> bool:
-        return seat not in self.not_ready
-
-    def grow(self, seat: Seat, num_tokens: int) -> bool:
-        assert isinstance(seat, FakeSeat)
-        assert seat in self.open_seats
-        assert 0 < num_tokens <= (self.contract.max_row or num_tokens)
-        return self._hold(seat, self.bytes_for(seat.length + num_tokens))
-
-    def close(self, seat: Seat) -> None:
-        assert isinstance(seat, FakeSeat)
-        self.open_seats.remove(seat)
-        self.memory.free += seat.held
+    def hold(self, sequence: FakeSequence, wanted: int) -> bool:
+        """Take the memory that a sequence lacks; return False if there is not enough."""
+        more = max(0, wanted - sequence.held)
+        if not self.memory.take(more, self.limit - self.held):
+            return False
+        sequence.held += more
+        return True
 
     def usage(self) -> CacheUsage:
         held = self.held
-        return CacheUsage(len(self.open_seats), held, held, held, 0, 0, self.limit)
+        return CacheUsage(len(self.open_sequences), held, held, held, 0, 0, self.limit)
 
     @property
     def held(self) -> int:
-        return sum(seat.held for seat in self.open_seats)
-
-    def _hold(self, seat: FakeSeat, wanted: int) -> bool:
-        more = max(0, wanted - seat.held)
-        if not self.memory.take(more, self.limit - self.held):
-            return False
-        seat.held += more
-        return True
+        return sum(each.held for each in self.open_sequences)
 
     # ---------------------------------------------------------------- of no concern to a scheduler
     @classmethod
     def sizes(cls, options: Any, geometry: Geometry) -> NoReturn:
         raise NotImplementedError
 
-    def crop(self, seat: Seat, length: int) -> NoReturn:
-        raise NotImplementedError
-
-    def plan(self, rows: Sequence[Row]) -> NoReturn:
-        raise NotImplementedError
-
-    def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> NoReturn:
+    def locate(self, rows: Rows) -> NoReturn:
         raise NotImplementedError
 
     def check_integrity(self) -> None:

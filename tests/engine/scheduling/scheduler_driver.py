@@ -60,10 +60,10 @@ class SchedulerDriver:
 
 def enter(scheduler: Scheduler, request: Request, num_tokens: int, accepted: int = 0) -> None:
     """Enter the row's tokens, and the first `accepted` of its draft tokens."""
-    assert request.seat is not None
+    assert request.sequence is not None
     at_end = num_tokens == request.num_remaining_tokens
-    request.seat.length += num_tokens + accepted
-    request.num_computed_tokens, request.has_committed = request.seat.length, True
+    request.sequence.advance(num_tokens + accepted)  # type: ignore[union-attr]
+    request.num_computed_tokens, request.has_committed = request.sequence.length, True
     for _ in range(accepted + 1 if at_end else 0):
         request.append_token(TOKEN, eos_ids=())
     if request.finish_reason:

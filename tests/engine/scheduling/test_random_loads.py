@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine.scheduling.step import Scheduled
-from tests.engine.scheduling.fake_caches import FakeCache, FakeSeat, Memory
+from tests.engine.scheduling.fake_caches import FakeCache, FakeSequence, Memory
 from tests.engine.scheduling.scheduler_driver import PerfectProposer, SchedulerDriver, enter
 
 
@@ -62,9 +62,9 @@ class Watched:
         decoding = [r for r in scheduler.running if r.num_remaining_tokens == 1]
         rows, preempted, _, _ = scheduler.schedule()
         assert rows or not busy, "nobody progresses"
-        assert all(request.seat is None and request in scheduler.waiting for request in preempted)
+        assert all(request.sequence is None and request in scheduler.waiting for request in preempted)
         self._check_rows(rows)
-        left_out = [r for r in decoding if r.seat is not None and r not in {row.request for row in rows}]
+        left_out = [r for r in decoding if r.sequence is not None and r not in {row.request for row in rows}]
         prefilling = [row for row in rows if row.request not in decoding]
         blocked = [r for r in left_out if not r.instance.at_limit]  # by others: not by the limit of their own instance
         assert not blocked or not prefilling or self.memory.free == 0, "a prompt came before a decoding request"
@@ -81,12 +81,12 @@ class Watched:
         for request, num_tokens, draft, samples, scores_prompt, _ in rows:
             assert samples == (num_tokens == request.num_remaining_tokens)
             assert scores_prompt == request.needs_prompt_logprobs
-            assert isinstance(request.seat, FakeSeat)
+            assert isinstance(request.sequence, FakeSequence)
             entering = num_tokens + len(draft)
             assert 0 < num_tokens <= request.num_remaining_tokens
-            assert entering <= (request.instance.contract.max_row or entering)
+            assert entering <= (request.instance.strategy.max_row or entering)
             assert request.num_output_tokens + len(draft) < request.sampling.max_tokens
-            assert request.seat.held >= request.instance.bytes_for(request.seat.length + entering)
+            assert request.sequence.held >= request.instance.bytes_for(request.sequence.length + entering)
 
 
 @settings(max_examples=80)
@@ -107,4 +107,4 @@ def test_any_load_keeps_the_limits_and_comes_to_an_end(
         watched.step()
     assert [request.finish_reason for request in requests] == ["length"] * len(loads)
     assert watched.memory.free == watched.memory.total
-    assert not any(cache.open_seats for cache in watched.caches)
+    assert not any(cache.open_sequences for cache in watched.caches)

@@ -97,7 +97,7 @@ def test_who_is_not_ready_is_left_out_and_keeps_its_seat() -> None:
     cache.opens_ready = False
     waits = engine.submit("waits", cache, 5)
     assert engine.step() == {}
-    assert waits.seat is not None
+    assert waits.sequence is not None
     cache.opens_ready = True
     engine.submit("goes", cache, 5)
     assert engine.step() == {"goes": 5}
@@ -183,7 +183,7 @@ def test_nobody_gives_way_where_it_would_not_be_enough() -> None:
     engine.step()
     high = engine.submit("high", FakeCache("c", memory), 10, 1)
     engine.step()
-    assert (high.seat, low.num_preemptions) == (None, 0)
+    assert (high.sequence, low.num_preemptions) == (None, 0)
 
 
 def test_who_gave_way_in_vain_does_so_only_once() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_strategies.base import Plan, Row
+from cache_strategies.base import Locations, Rows
 from server.engine.model_runner import ModelRunner, StepOutput
 from server.engine.scheduling.step import Scheduled
 from tests.engine.engine_driver import Driver, strategies
@@ -123,14 +123,14 @@ def test_a_fault_that_only_shadows_meet_ends_no_request_of_the_candidate(
     driver.submit("shadowed", random_prompt(25, seed=2), COUNT, kv_cache="a")
     driver.shadow("shadowed", "b")
     inner = driver.core.instances["b"].strategy
-    plan = inner.plan
+    locate = inner.locate
 
-    def fail(rows: Sequence[Row]) -> Plan:
-        if any(row.seat.salt is not None and row.seat.salt.shadow for row in rows):
+    def fail(rows: Rows) -> Locations:
+        if any(each.salt is not None and each.salt.shadow for each in rows.sequences):  # type: ignore[attr-defined]
             raise ValueError("planted")
-        return plan(rows)
+        return locate(rows)
 
-    monkeypatch.setattr(inner, "plan", fail)
+    monkeypatch.setattr(inner, "locate", fail)
     driver.run()
     for seed, name in ((1, "own"), (2, "shadowed")):
         assert driver.heard[name].failed is None

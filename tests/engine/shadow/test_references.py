@@ -231,9 +231,9 @@ def test_random_requests_have_the_same_texts_with_references(tiny: Path, rng: ra
 def test_a_reference_that_is_tried_after_a_quarantine_compares_nothing(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = make_driver(tiny, "plan raises")
+    driver = make_driver(tiny, "locate raises")
     quarantine(driver)
-    heal(monkeypatch, "plan raises")
+    heal(monkeypatch, "locate raises")
     driver.now += FIRST_SECONDS
     trial = driver.submit("trial", random_prompt(20), 30)
     driver.step()

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from cache_strategies import registry
-from cache_strategies.base import KVCache, Row, Seat
+from cache_strategies.base import KVCache, KVSequence, Rows
 from cache_strategies.block_table import BlockTableCache
 from cache_strategies.memory import find_space, make_memory
-from cache_strategies.types import Geometry
+from cache_strategies.types import Geometry, Text
 from config.settings import StrategySettings
 from kernels.metal.backend import MetalOps
 from kernels.metal.runtime import load_emulated
 from kernels.types import LayerSpec
 from plugin_kit.driver.reference import attention, visible_keys
+from server.engine.batch import attend_at
 
 PHI4 = LayerSpec(10, 40, 128, 128, scale=128**-0.5)  # each of its 40 layers
 LAYERS, WINDOW, SINKS, CHUNK = 40, 4096, 4, 512
@@ -31,7 +32,7 @@ def test_a_ring_of_phi_4_attends_as_the_definition_says() -> None:
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(length + LAYERS, PHI4.num_kv_heads, 128, generator=generator) for _ in range(2))
     q = torch.randn(length + LAYERS, PHI4.num_q_heads, 128, generator=generator)
-    seat = cache.open(range(length))
+    seat = cache.open(Text(range(length)))
     assert seat is not None
     for start in range(0, past, CHUNK):
         _step(cache, seat, min(CHUNK, past - start), k, v)
@@ -56,12 +57,11 @@ def _cache(ops: MetalOps) -> KVCache:
     return cache
 
 
-def _step(cache: KVCache, seat: Seat, n: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> list[Tensor]:
+def _step(cache: KVCache, seat: KVSequence, n: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> list[Tensor]:
     """Write the next n tokens in all layers; return the output of each layer for the queries, if any."""
     start, outs = seat.length, []
-    assert cache.grow(seat, n)
-    plan = cache.plan([Row(seat, n)])
-    location = plan.kv_location(0)
+    assert seat.reserve(n)
+    location = cache.locate(Rows([seat], [n])).by_layer[0]
     assert location is not None
     for layer in range(LAYERS):
         here = slice(layer + start, layer + start + n)
@@ -69,6 +69,6 @@ def _step(cache: KVCache, seat: Seat, n: int, k: Tensor, v: Tensor, q: Tensor | 
             cache.setup.ops.write_kv(location.store, layer, k[here], v[here], location.at)
         else:
             outs.append(torch.full((n, PHI4.num_q_heads, 128), torch.nan))
-            cache.attend(plan, layer, q[here], k[here], v[here], outs[-1])
-    cache.commit(plan, [range(n)])
+            attend_at(cache.setup, location, None, layer, q[here], k[here], v[here], outs[-1])
+    seat.commit(range(n))
     return outs

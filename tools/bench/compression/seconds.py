@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from cache_strategies import registry
-from cache_strategies.base import Row
-from cache_strategies.compressed.cache import CompressedCache, CompressedPlan
+from cache_strategies.base import Rows
+from cache_strategies.compressed.cache import CompressedCache, CompressedSequence
 from cache_strategies.compressed.options import make_scorer
-from cache_strategies.compressed.seat import CompressedSeat
 from cache_strategies.memory import find_space, make_memory
 from cache_strategies.scorers import list_scorers
 from cache_strategies.scorers.base import Past, Scorer
-from cache_strategies.types import Geometry
+from cache_strategies.types import Geometry, Text
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from kernels.backends import load_ops
@@ -152,7 +151,7 @@ def _rotate(ops: Ops, tables: tuple[Tensor, Tensor], x: Tensor, delta: Tensor) -
 def measure_scorer(name: str, shape: Shape, ops: Ops, rounds: int, clock: Clock) -> Compaction:
     """Return the times of compactions that drop keys, after two of which the memory is warm."""
     cache = build_cache(name, shape, ops, WARM_UP + rounds)
-    seat = cache.open(())
+    seat = cache.open(Text(()))
     assert seat is not None
     means = shape.mean * torch.randn(shape.layers, shape.kv_heads, shape.head_dim)
     scorer = TimedScorer(make_scorer("it", cache.options, cache.setup.geometry.layers), clock)
@@ -172,19 +171,22 @@ def measure_scorer(name: str, shape: Shape, ops: Ops, rounds: int, clock: Clock)
     return Compaction(name, score[WARM_UP:], rest[WARM_UP:])
 
 
-def append_tokens(cache: CompressedCache, seat: CompressedSeat, means: Tensor) -> None:
+def append_tokens(cache: CompressedCache, seat: CompressedSequence, means: Tensor) -> None:
     """Append random tokens to a sequence up to its next boundary; `means` are those of keys, [layers, H, D]."""
-    count = cache.row_limit(seat)
-    assert cache.grow(seat, count), "the memory is large enough"
-    plan = cache.plan([Row(seat, count)])
-    assert isinstance(plan, CompressedPlan)
+    assert seat.stop is not None
+    count = seat.stop - seat.length
+    assert seat.reserve(count), "the memory is large enough"
+    located = cache.locate(Rows([seat], [count]))
     for layer, mean in enumerate(means):
-        store, slots, _ = plan.kv_location(layer)
+        location = located.by_layer[layer]
+        assert location is not None
         keys, values = torch.randn(2, count, *mean.shape)
-        cache.setup.ops.write_kv(store, layer, (keys + mean).to(store.dtype), values.to(store.dtype), slots)
-    if plan.tapped is not None:
-        plan.tapped[2].normal_()
-    cache.commit(plan, [[0] * count])
+        dtype = location.store.dtype
+        cache.setup.ops.write_kv(location.store, layer, (keys + mean).to(dtype), values.to(dtype), location.at)
+    for queries in located.tap.queries if located.tap is not None else ():
+        if queries is not None:
+            queries.normal_()
+    seat.commit([0] * count)
 
 
 def as_table(compactions: Iterator[Compaction]) -> str:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from cache_strategies.base import Row, Seat
+from cache_strategies.base import KVSequence, Rows
 from config.errors import SettingsError
 from server.engine.batch import Batch, RowInput
 from server.engine.instance import Instance
@@ -58,9 +58,9 @@ def take_turn(model: Model, instance: Instance, prompts: Sequence[Sequence[int]]
 
 
 @contextmanager
-def opened_seats(instance: Instance, prompts: Sequence[Sequence[int]]) -> Iterator[list[Seat]]:
+def opened_seats(instance: Instance, prompts: Sequence[Sequence[int]]) -> Iterator[list[KVSequence]]:
     """Yield seats that hold these prompts, and close them at the end. Raises SettingsError for lack of memory."""
-    seats: list[Seat] = []
+    seats: list[KVSequence] = []
     try:
         for prompt in prompts:
             seats.append(open_seat(instance, prompt))
@@ -71,7 +71,7 @@ def opened_seats(instance: Instance, prompts: Sequence[Sequence[int]]) -> Iterat
             instance.close(seat)
 
 
-def open_seat(instance: Instance, prompt: Sequence[int]) -> Seat:
+def open_seat(instance: Instance, prompt: Sequence[int]) -> KVSequence:
     """Return a seat for a prompt, whose first tokens may be found in the cache."""
     seat = instance.open(prompt)
     if seat is None:
@@ -79,26 +79,26 @@ def open_seat(instance: Instance, prompt: Sequence[int]) -> Seat:
     return seat
 
 
-def enter(instance: Instance, seat: Seat, prompt: Sequence[int]) -> None:
+def enter(instance: Instance, seat: KVSequence, prompt: Sequence[int]) -> None:
     """Commit the tokens of a prompt to a seat, without computing them."""
     while seat.length < len(prompt):
-        limit = instance.strategy.row_limit(seat)
-        n = min(len(prompt) - seat.length, ROW_TOKENS, ROW_TOKENS if limit is None else limit)
-        if not instance.strategy.grow(seat, n):
+        most = ROW_TOKENS if seat.stop is None else seat.stop - seat.length
+        n = min(len(prompt) - seat.length, ROW_TOKENS, most)
+        if not seat.reserve(n):
             raise no_room(instance)
-        strategy = instance.strategy
-        strategy.commit(strategy.plan([Row(seat, n)]), [prompt[seat.length : seat.length + n]])
-        strategy.compact(seat)
+        instance.strategy.locate(Rows([seat], [n]))
+        seat.commit(prompt[seat.length : seat.length + n])
+        seat.compact()
 
 
 @torch.inference_mode()
-def decode_step(model: Model, instance: Instance, seats: Sequence[Seat]) -> StepTime:
+def decode_step(model: Model, instance: Instance, seats: Sequence[KVSequence]) -> StepTime:
     """Decode one token of each sequence."""
     begin = time.perf_counter()
     for seat in seats:
-        if not instance.strategy.grow(seat, 1):
+        if not seat.reserve(1):
             raise no_room(instance)
-    batch = Batch([RowInput(instance, Row(seat, 1), [seat.length % 256], 1) for seat in seats], model.device)
+    batch = Batch([RowInput(instance, seat, seat.length, [seat.length % 256], 1) for seat in seats], model.device)
     model.forward(batch.input_ids, batch)
     committing = time.perf_counter()
     failed = batch.commit()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from cache_strategies import registry
-from cache_strategies.base import KVCache, Row
+from cache_strategies.base import KVCache, Rows
 from cache_strategies.memory import find_space, make_memory
-from cache_strategies.types import Geometry
+from cache_strategies.types import Geometry, Text
 from config.settings import load_settings
 from kernels.ops import Ops
 from kernels.types import LayerSpec
@@ -100,25 +100,26 @@ def _build_cache(blocks: int, ops: Ops) -> KVCache:
 
 def _cache_text(cache: KVCache, text: list[int]) -> None:
     """Commit a text to the cache and close it; its blocks stay there as idle blocks."""
-    seat = cache.open(text)
+    seat = cache.open(Text(text))
     assert seat is not None
     _append_tokens(cache, seat, text)
-    cache.close(seat)
+    seat.close()
 
 
 def _append_tokens(cache: KVCache, seat: Any, text: Sequence[int]) -> None:
     cache.poll()
     rest = text[seat.length :]
-    assert cache.grow(seat, len(rest))
-    cache.commit(cache.plan([Row(seat, len(rest))]), [rest])
+    assert seat.reserve(len(rest))
+    cache.locate(Rows([seat], [len(rest)]))
+    seat.commit(rest)
 
 
 def _count_text_calls(cache: KVCache, text: list[int]) -> dict[str, int]:
     """Return the calls to open, enter and close a text that is not cached, and to open it again, once it is cached."""
     seats: list[Any] = []
-    calls = {"open": count_calls(lambda: seats.append(cache.open(text)))}
+    calls = {"open": count_calls(lambda: seats.append(cache.open(Text(text))))}
     calls["enter"] = count_calls(lambda: _append_tokens(cache, seats[0], text))
-    calls["close"] = count_calls(lambda: cache.close(seats[0]))
-    calls["open again"] = count_calls(lambda: seats.append(cache.open(text)))
-    assert seats[-1].cached > 0
+    calls["close"] = count_calls(lambda: seats[0].close())
+    calls["open again"] = count_calls(lambda: seats.append(cache.open(Text(text))))
+    assert seats[-1].found > 0
     return calls

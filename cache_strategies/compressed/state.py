@@ -1,4 +1,4 @@
-"""A sequence under `compressed`: which positions its heads keep, in which blocks. Knows neither stores nor scorers."""
+"""What `compressed` knows of a sequence: which positions its heads keep, in which blocks. Knows no stores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache_strategies.base import Seat
+from cache_strategies.base import KVSequence
 
 State = dict[str, Tensor]
 States = dict[tuple[int, int], tuple[State, State]]  # by layer and first head: `Past.state` and `Past.key_state`
@@ -69,18 +69,23 @@ class Move:
     num_moved: int = 0  # layers
 
 
-class CompressedSeat(Seat):
-    """A seat, what its groups of layers keep, and what its scorer remembers."""
+class TappedQueries(NamedTuple):
+    """The queries of a row's tokens from position `first` on, and of rows after it: [layers, tokens, Hq, D]."""
 
-    __slots__ = ("boundary", "groups", "index", "move", "query_block", "state_bytes", "states")
+    first: int
+    queries: Tensor
+
+
+class CompressedState(KVSequence):
+    """A sequence: what its groups of layers keep of it, and what its scorer remembers."""
 
     def __init__(self, index: int, groups: list[KeptTokens]) -> None:
-        super().__init__()
         self.miss = "window"
-        self.index = index  # number of the seat among the open ones: its rows of the tables
+        self.index = index  # number of the sequence among the open ones: its rows of the tables
         self.groups = groups
         self.boundary = 0  # position of the last boundary: all later tokens are kept by all heads
         self.query_block: int | None = None  # the block with the latest queries, while a boundary is near
+        self.tapped: TappedQueries | None = None  # of the latest row
         self.states: States = {}  # forks share them until their next boundaries
         self.state_bytes = 0  # of `states`
         self.move: Move | None = None  # while a compaction is under way

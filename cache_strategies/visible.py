@@ -1,0 +1,23 @@
+"""Counts what a strategy has dropped, from what it lets tokens see. Knows no strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cache_strategies.base import KVCache
+
+
+def count_dropped_tokens(cache: KVCache[Any], length: int) -> int:
+    """Return how many of the first `length` tokens the next one would use, but cannot see.
+
+    A token counts in a layer if the layer's own attention would use its key for the next token, and the strategy does
+    not let the next token see that key, or has dropped it. Keys outside of a layer's own window do not count. The
+    result is the mean over the KV heads of all layers, rounded down: from 0, as in all exact instances, to `length`.
+    """
+    dropped = heads = 0
+    for layer, spec in enumerate(cache.setup.geometry.layers):
+        heads += spec.num_kv_heads
+        if (visible := cache.count_visible(layer, length)) is not None:
+            used = length if spec.window is None else min(length, spec.window - 1)
+            dropped += spec.num_kv_heads * (used - visible)
+    return dropped // heads
