@@ -165,7 +165,7 @@ class BlockTable:
         table_row, q_start, start = torch.from_numpy(self._host_steps[:, : num_rows + 1])
         host = replace(slots, table_row=table_row[:num_rows], q_start=q_start, start=start[:num_rows])
         tables = (replace(host, table=torch.from_numpy(table)) for table in self.host_tables)
-        num_tokens = [check_entries("plan", *each) for each in zip(tables, self._num_blocks, strict=True)]
+        num_tokens = [check_entries("locate", *each) for each in zip(tables, self._num_blocks, strict=True)]
         return replace(slots, num_tokens=num_tokens[0])
 
     def make_slots_by_store(self, rows: Rows[TableSequenceT]) -> list[Slots]:

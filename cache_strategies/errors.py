@@ -6,8 +6,8 @@ from __future__ import annotations
 class StrategyError(Exception):
     """A strategy instance raised, returned something wrong or left something undone; other instances can go on.
 
-    `method` is the name of the method of `KVCache` or `Plan` that was at fault; if it only reports something that no
-    request needs, `is_report` is set. The engine sets `is_counted`, if it has counted the fault.
+    `method` is the name of the method of the cache or the sequence that was at fault; if it only reports something that
+    no request needs, `is_report` is set. The engine sets `is_counted`, if it has counted the fault.
     """
 
     def __init__(

@@ -107,10 +107,10 @@ class Pinning(Protocol):
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """A cache that can list its seats and blocks."""
+    """A cache that can list its sequences and blocks."""
 
     def inspect(self) -> dict[str, Any]:
-        """Return the open seats, and the numbers of blocks by state, as JSON."""
+        """Return the open sequences, and the numbers of blocks by state, as JSON."""
 
 
 @runtime_checkable

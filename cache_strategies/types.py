@@ -63,9 +63,8 @@ class Text(NamedTuple):
     salt: Salt = NO_SALT  # only tokens of sequences with an equal salt are found
     max_cached: int | None = None  # most tokens that may be found; None: any number
     priority: int = 0  # tokens of higher priority stay longer in the cache after close()
-    ttl: float | None = (
-        None  # seconds after close() from which they are evicted before all others; None: the option `ttl`
-    )
+    # Seconds after close() from which they are evicted before all others; None: the option `ttl`
+    ttl: float | None = None
 
     @property
     def num_reusable(self) -> int:
@@ -91,11 +90,11 @@ KEEPS_EVERYTHING = Contract()
 class CacheUsage(NamedTuple):
     """The memory of an instance by use, in bytes; reserved = used + idle + wasted."""
 
-    seats: int  # number of open seats
-    tokens: int  # number of committed tokens in open seats; shared tokens count once
+    seats: int  # number of open sequences
+    tokens: int  # number of committed tokens in open sequences; shared tokens count once
     reserved: int  # bytes of the blocks that the instance holds
-    used: int  # bytes that hold tokens of open seats or of pins
-    idle: int  # bytes that hold tokens of closed seats, kept for reuse
+    used: int  # bytes that hold tokens of open sequences or of pins
+    idle: int  # bytes that hold tokens of closed sequences, kept for reuse
     wasted: int  # bytes of held blocks that hold no tokens
     limit: int  # maximum of `reserved`
     # bytes that open sequences hold outside of the regions, such as a scorer's memory of keys: in none of the others
@@ -105,8 +104,8 @@ class CacheUsage(NamedTuple):
 class Blocks(NamedTuple):
     """The numbers of an instance's blocks by state: in use, idle or pinned. A pinned block may also be in use."""
 
-    in_use: int = 0  # referenced by open seats
-    shared: int = 0  # blocks in use that several seats reference
+    in_use: int = 0  # referenced by open sequences
+    shared: int = 0  # blocks in use that several sequences reference
     pending: int = 0  # blocks in use that can be found by hash, but are not computed yet
     pinned: int = 0
     idle: int = 0

@@ -20,7 +20,7 @@ from kernels.ops import Ops
 
 
 def build_standalone_cache(kind: str, options: dict[str, Any], geometry: Geometry, device: torch.device) -> KVCache:
-    """Build a cache with memory for all sequences at full length; `attend` of its plans only writes keys and values.
+    """Build a cache with memory for all sequences at full length; its attend() only writes keys and values.
 
     Raises SettingsError for an unknown kind or option.
     """

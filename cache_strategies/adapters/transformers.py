@@ -201,7 +201,7 @@ class StrategyCache(Cache):
 
     # ---------------------------------------------------------------- steps
     def _begin_forward_pass(self, B: int, n: int) -> _ForwardPass:
-        """Plan a step of n new tokens for each of B sequences.
+        """Locate the rows of n new tokens for each of B sequences.
 
         Raises ValueError if they do not fit or if transformers cannot mask the keys that the strategy keeps, and
         MemoryError if the strategy has not enough memory.
@@ -233,9 +233,9 @@ class StrategyCache(Cache):
     def _gather_past(self, n: int) -> dict[int, KV]:
         """Return K and V of all past tokens that any of n new tokens attends to, by layer.
 
-        The result has only the layers whose window moves past some of them before the last new token. A plan
-        gathers only what a row's last token attends to, so this plans a step with the first new token alone, which is
-        never committed.
+        The result has only the layers whose window moves past some of them before the last new token. As
+        gather() returns only what a row's last token attends to, rows of the first new token alone are located, which
+        are never committed.
         """
         S, count = self.length, self._count_visible
         layers = [i for i in range(len(self._specs)) if count(i, S + n) < count(i, S + 1) + n - 1]

@@ -251,9 +251,8 @@ class CompressedCache(KVCache[CompressedSequence]):
                 size = 0 if sequence.query_block is None else self.queries.region.size
                 reserved, used = reserved + size, used + size
         tokens = sum(sequence.length for sequence in self._sequences)
-        outside = {
-            id(sequence.states): sequence.state_bytes for sequence in self._sequences
-        }  # those that forks share count once
+        # States that forks share count once
+        outside = {id(sequence.states): sequence.state_bytes for sequence in self._sequences}
         return CacheUsage(
             len(self._sequences),
             tokens,

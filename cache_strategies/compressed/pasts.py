@@ -30,7 +30,7 @@ class PastReader:
     ) -> None:
         """Read the `number`-th group; `states` has what the scorer remembers from the boundary before."""
         self._memory = memory
-        self._seat = sequence
+        self._sequence = sequence
         self._number = number
         self._states = states
         self._queries: dict[int, Tensor] = {}  # [T, Hq, D] by layer
@@ -39,7 +39,7 @@ class PastReader:
 
     def read(self, layer: int, column: int, positions: Tensor) -> Past:
         """Return what the scorer sees of the keys at `positions` [H, S] of a layer, or of its head `column`."""
-        sequence, memory, number = self._seat, self._memory, self._number
+        sequence, memory, number = self._sequence, self._memory, self._number
         spec, queries = memory.specs[layer], self._queries.get(layer)
         if memory.groups[number].split_heads:
             spec, of_head = _take_head(spec, column)

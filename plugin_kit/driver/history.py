@@ -167,7 +167,7 @@ class History:
             return
         found = sequence.length
         assert sequence.found == found <= len(ids) - 1, (
-            f"open() found {found} (cached={sequence.found}) of {len(ids)} tokens"
+            f"open() found {found} (found={sequence.found}) of {len(ids)} tokens"
         )
         assert max_cached is None or found <= max_cached, f"open() found {found} tokens, max_cached is {max_cached}"
         assert expected is None or found == expected, f"open() found {found} tokens, {expected} are cached"
@@ -297,10 +297,7 @@ class History:
 
     def _row(self, sitter: Sitter, rng: random.Random) -> PlannedRow | None:
         """Return the next tokens of a prompt, or new ones; None if the sitter is not in this step."""
-        start, most = (
-            sitter.sequence.length,
-            count_until_stop(sitter.sequence, rng.choice([1, 1, 3, 6, 20])),
-        )
+        start, most = sitter.sequence.length, count_until_stop(sitter.sequence, rng.choice([1, 1, 3, 6, 20]))
         in_prompt = len(sitter.tokens) - start
         n = min(most, in_prompt or LONGEST - start)
         if n == 0 or not sitter.sequence.ready():

@@ -77,9 +77,8 @@ def check_upper_bound(trial: StrategyTrial) -> None:
         world = trial.make_world()
         cache = get_cache(world)
         text, prompt = random_text(1, length, trial.layers), trial.rng.randint(1, length)
-        reading = Reading(
-            cache, text, _must(cache.open(Text(text.ids[:prompt], max_cached=0)))
-        )  # the rest is generated
+        prompted = _must(cache.open(Text(text.ids[:prompt], max_cached=0)))  # the rest is generated
+        reading = Reading(cache, text, prompted)
         while reading.left:
             n = reading.chunk(trial.rng.choice([1, 7, 40]))
             end = max(prompt, reading.sequence.length + n)
@@ -129,7 +128,7 @@ def check_usage(trial: StrategyTrial) -> None:
 
 # ---------------------------------------------------------------- what is given back
 def check_frees(trial: StrategyTrial) -> None:
-    """Open, fork, grow and close more sequences than there are seats, then look for blocks that are still held."""
+    """Open, fork, read and close more sequences than may be open at once, then look for blocks that are still held."""
     world, rng = trial.make_world(max_seats=3), trial.rng
     cache = get_cache(world)
     for round_ in range(3):
@@ -182,7 +181,7 @@ def check_sharing(trial: StrategyTrial) -> None:
             f"{'an equal' if salt == SALTS[1] else 'another'} salt: at most {limit} may be found"
         )
         assert sequence.found == sequence.length, (
-            f"open() returned a sequence with cached={sequence.found}, length={sequence.length}"
+            f"open() returned a sequence with found={sequence.found}, length={sequence.length}"
         )
         if sequence.ready():
             again = Reading(cache, text, sequence)

@@ -202,7 +202,7 @@ def check_failed_compactions(trial: StrategyTrial) -> None:
 
 
 def check_rejected_drafts(trial: StrategyTrial) -> None:
-    """Plan draft tokens of which some are rejected, and compare with a sequence that never saw them."""
+    """Locate draft tokens of which some are rejected, and compare with a sequence that never saw them."""
     for accepted in (0, 1, 4):
         text, other = random_text(1, 120, trial.layers), random_text(2, 120, trial.layers)
         plain, drafted = (trial.make_world().open(NAME, text) for _ in range(2))
@@ -224,7 +224,7 @@ def check_rejected_drafts(trial: StrategyTrial) -> None:
 
 
 def _speculate(reading: Reading, other: RandomText, drafts: int, accepted: int) -> None:
-    """Plan `drafts` draft tokens of which the first `accepted` are right; the others are rejected."""
+    """Locate `drafts` draft tokens of which the first `accepted` are right; the others are rejected."""
     start, text = reading.sequence.length, reading.text
     reading.text = spliced(text, other, start + accepted)
     batch = Batch([reading.work(drafts)])
@@ -272,7 +272,7 @@ PROMISES: Sequence[Promise[StrategyTrial]] = (
     ),
     Promise(
         "rejected drafts leave no trace",
-        "tokens that were planned and not committed change nothing",
+        "tokens that were located and not committed change nothing",
         check_rejected_drafts,
     ),
 )

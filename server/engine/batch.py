@@ -98,10 +98,10 @@ class Batch:
         return [item.num_logits for item in self._rows]
 
     def commit(self, num_entered: Sequence[int] | None = None) -> dict[int, StrategyError]:
-        """Commit the first num_entered[i] tokens of each row i; None: all tokens of all rows. Then compact the seats.
+        """Commit the first num_entered[i] tokens of each row i; None: all tokens of all rows.
 
-        Return the errors of rows whose strategies failed to commit or to compact them; all others are done, and
-        `compactions` has those that were compacted.
+        Then compact their sequences. Return the errors of rows whose strategies failed at either; all others are done,
+        and `compactions` has those that were compacted.
         """
         counts = [len(item.tokens) for item in self._rows] if num_entered is None else num_entered
         tokens = [item.tokens[:count] for item, count in zip(self._rows, counts, strict=True)]

@@ -291,7 +291,7 @@ class Core:
         return Event(worker, Tokens(request_id, [], "length"))
 
     def _fork(self, request: Request, output: StepOutput) -> list[SamplerInput]:
-        """Fork the seat of a request, whose prompt is computed, for its siblings (other choices of the prompt).
+        """Fork the sequence of a request, whose prompt is computed, for its siblings (other choices of the prompt).
 
         Return the siblings that were started; memory may not suffice for all.
         """

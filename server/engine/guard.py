@@ -27,12 +27,17 @@ class MakeFault(Protocol):
 
 
 # Guards under which nothing that a request needs is computed: a fault there is counted, and ends nothing
-REPORTS = frozenset(
-    (
-        *("usage", "blocks", "count_visible", "estimate_bytes", "budget", "collect_block_events"),
-        *("mark_blocks", "describe_block", "list_prefixes"),
-    )
-)
+REPORTS = {
+    "blocks",
+    "budget",
+    "collect_block_events",
+    "count_visible",
+    "describe_block",
+    "estimate_bytes",
+    "list_prefixes",
+    "mark_blocks",
+    "usage",
+}
 # What is called or read under the guard "schedule", by the functions that do so or are it
 SCHEDULING = {
     "ready": "ready",

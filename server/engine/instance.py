@@ -31,8 +31,7 @@ from cache_strategies.features import (
     Reporting,
     SelfChecking,
 )
-from cache_strategies.memory import Memory
-from cache_strategies.memory import Region as MemoryRegion
+from cache_strategies.memory import Memory, Region
 from cache_strategies.types import (
     NO_SALT,
     BlockEvents,
@@ -93,7 +92,7 @@ class Instance:
         self.strategy, self.is_suspended, self._keeps_idle_blocks = strategy, False, False
         self.setup, self.contract = strategy.setup, strategy.contract
         self._bytes_by_tokens: dict[int, int] = {}
-        self._is_plugin = hasattr(strategy, "interface_version")  # then its plans are checked before they are used
+        self._is_plugin = hasattr(strategy, "interface_version")  # then what it locates is checked before it is used
         self.forks = True  # whether its sequences can be forked; known once there is one
         self._compacting: dict[type[KVSequence], bool] = {}  # by type of sequence: whether it drops tokens
         self._polls = getattr(strategy.poll, "__func__", None) is not KVCache.poll
@@ -233,11 +232,11 @@ class Instance:
         """Return the peak bytes of a sequence of `num_tokens` tokens. Raises StrategyError."""
         return self._count_bytes("sizes", num_tokens)
 
-    def _count_bytes(self, region: str, num_tokens: int) -> int:
-        self._check_in_use(region)
+    def _count_bytes(self, guard: str, num_tokens: int) -> int:
+        self._check_in_use(guard)
         if (known := self._bytes_by_tokens.get(num_tokens)) is not None:
             return known
-        with self.guard[region]:
+        with self.guard[guard]:
             found = self.memory.count_sequence_bytes(self.name, num_tokens)
             size = check_int(f"the bytes of {num_tokens} tokens", found)
         self._bytes_by_tokens[num_tokens] = size
@@ -275,11 +274,9 @@ class Instance:
             self.make_fault("evict", f"it freed {freed} of {promised} idle bytes")
         return freed
 
-    def pinned_blocks(self) -> Mapping[MemoryRegion, Collection[int]]:
+    def pinned_blocks(self) -> Mapping[Region, Collection[int]]:
         """Return the pinned blocks by region, which cannot be evicted."""
-        if self.is_suspended:
-            return {}
-        if not isinstance(self.strategy, Pinning):
+        if self.is_suspended or not isinstance(self.strategy, Pinning):
             return {}
         try:
             with self.guard["pinned_blocks"]:
@@ -439,7 +436,7 @@ class Instance:
         kind = tuple[Annotated[list[CachedPrefix], msgspec.Meta(max_length=limit)], int]
         return self.report("list_prefixes", kind, nothing, limit)
 
-    def read_block_states(self, region: MemoryRegion) -> Tensor:
+    def read_block_states(self, region: Region) -> Tensor:
         """Return the `BlockState` by page of a region, uint8: of its blocks at their first pages, FREE elsewhere.
 
         Blocks are IN_USE if the strategy marks none, or after a fault.
@@ -461,7 +458,7 @@ class Instance:
             pass
         return states
 
-    def describe_block(self, region: MemoryRegion, block: int) -> BlockInfo | None:
+    def describe_block(self, region: Region, block: int) -> BlockInfo | None:
         """Return what the strategy knows about one of its blocks, if anything."""
         if not isinstance(self.strategy, BlockDescribing):
             return None

@@ -39,7 +39,7 @@ class StepOutput(NamedTuple):
     parts: Mapping[str, StepPart]  # numbers of rows and tokens by instance, those of extensions left out
     scheduled: Sequence[Scheduled]  # the rows of the step, in the order of the batch
     to_sample: Sequence[SamplerInput]  # requests whose rows reach the end of their tokens, so that a new one is sampled
-    # For requests of `to_sample` with such: the other choices (n > 1) that wait to fork their seats
+    # For requests of `to_sample` with such: the other choices (n > 1) that wait to fork their sequences
     siblings: Mapping[Request, Sequence[SamplerInput]]
     sampled: SamplerOutput  # new tokens of the requests in `to_sample` and `siblings`, except those with max_tokens=0
     logits: Tensor  # [K, V], to which the rows of `to_sample` and `siblings` refer

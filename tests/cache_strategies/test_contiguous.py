@@ -22,7 +22,7 @@ TEXT = list(range(10, 24))
 
 
 def contiguous(*, blocks: int = 4, **options: bool) -> ContiguousCache:
-    """Return a contiguous cache whose page is one sequence."""
+    """Return a contiguous cache with memory for `blocks` sequences."""
     cache = make_cache("contiguous", blocks=blocks, **options)
     assert isinstance(cache, ContiguousCache)
     return cache

@@ -85,7 +85,7 @@ def test_auto_takes_what_all_seats_could_fill_and_no_more(tiny: Path, monkeypatc
     monkeypatch.setattr(build, "free_memory", lambda _: 10**9)
     engine = Driver(tiny, **SMALL, kv_memory="auto").core
     held = [engine.instances["contiguous"].open([5]) for _ in range(4)]
-    assert [seat is not None for seat in held] == [True, True, True, False]
+    assert [sequence is not None for sequence in held] == [True, True, True, False]
     assert engine.memory.free_bytes < engine.instances["contiguous"].bytes_for(60)
 
 
@@ -119,12 +119,12 @@ def test_the_capacity_that_is_told_is_what_fits(tiny: Path, name: str) -> None:
     driver = Driver(tiny, **settings, kv_memory=str(3 * least_memory(tiny, **settings)))
     for told in summarize_engine(driver.engine)["strategies"]:
         cache = driver.core.instances[told["name"]]
-        seats: list[KVSequence] = []
-        while (seat := cache.open(random_prompt(60, seed=len(seats)))) is not None:
-            seats.append(seat)
-        assert told["capacity_tokens"] == 60 * len(seats), told["name"]
-        for seat in seats:
-            seat.close()
+        opened: list[KVSequence] = []
+        while (sequence := cache.open(random_prompt(60, seed=len(opened)))) is not None:
+            opened.append(sequence)
+        assert told["capacity_tokens"] == 60 * len(opened), told["name"]
+        for sequence in opened:
+            sequence.close()
 
 
 # -------------------------------------------------------------------- device and types

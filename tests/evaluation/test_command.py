@@ -240,7 +240,7 @@ def test_a_name_is_not_given_twice(model_directory: Path, tmp_path: Path, capsys
     assert "an instance paged-block_size8 already exists" in err
 
 
-@pytest.mark.parametrize("method", ["plan", "compact"])
+@pytest.mark.parametrize("method", ["locate", "compact"])
 def test_a_strategy_that_fails_is_reported(
     model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:

@@ -104,7 +104,7 @@ def engine_hanging(settings: Settings, socket_path: str, status: Any, restarts: 
 
 
 def engine_in_a_call(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
-    """Beat, but never return from a strategy's plan() in the first process; print what later ones must not use."""
+    """Beat, but never return from a strategy's locate() in the first process; print what later ones must not use."""
     say(f"without {status.disabled}")
     if not restarts:
         enter(status.calls, "short", "locate")
@@ -112,7 +112,7 @@ def engine_in_a_call(settings: Settings, socket_path: str, status: Any, restarts
 
 
 def engine_stopped_in_a_call(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
-    """Stop in a strategy's plan() in the first process; print what later ones must not use."""
+    """Stop in a strategy's locate() in the first process; print what later ones must not use."""
     say(f"without {status.disabled}")
     if not restarts:
         status.send({"ready": READY})

@@ -307,9 +307,9 @@ def test_a_call_of_a_strategy_that_does_not_return_disables_the_strategy(start: 
     server = start("engine_in_a_call")
     server.read_until(
         "without {}",
-        r"cache strategy 'short': plan\(\) did not return for \d\.\d s; the engine is killed",
+        r"cache strategy 'short': locate\(\) did not return for \d\.\d s; the engine is killed",
         "cache strategy 'short' is disabled until the server is started again",
-        r"without {'short': 'plan\(\) did not return for \d\.\d seconds'}",
+        r"without {'short': 'locate\(\) did not return for \d\.\d seconds'}",
         "the engine is ready again",
     )
     sleep(1.5)

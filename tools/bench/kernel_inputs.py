@@ -146,11 +146,11 @@ def forward_layers(dtype: torch.dtype, rows: int) -> Calls:
         DecoderLayer(*parts, None) for parts in zip(LAYERS, _make_attention_weights(dtype, rows), mlps, strict=False)
     ]
     specs = LAYERS[: len(layers)]
-    arena = Pages(rows, compute_block_bytes(specs, BLOCK_SIZE, dtype))
+    pages = Pages(rows, compute_block_bytes(specs, BLOCK_SIZE, dtype))
     table, ones = torch.arange(rows, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
     zeros = torch.zeros(rows, dtype=torch.int32)
     at = Slots(table.view(-1, 1), BLOCK_SIZE, table, ones, zeros, num_decode=rows, max_q=1, max_kv=1)
-    stored = [(slice(0, rows), KVLocation(KVStore(arena, specs, BLOCK_SIZE, dtype), at, None))]
+    stored = [(slice(0, rows), KVLocation(KVStore(pages, specs, BLOCK_SIZE, dtype), at, None))]
     x = make_random_values(rows * HIDDEN_SIZE, dtype).view(rows, HIDDEN_SIZE)
     return [(DecoderLayers(layers), x, Step(ReferenceOps(), specs, stored))]
 
@@ -225,9 +225,9 @@ class Sequences:
         self.block_size = BLOCK_SIZE if layout == "paged" else context
         width, page = -(-context // self.block_size), compute_block_bytes(LAYERS, self.block_size, dtype)
         self.num_sequences = -(-GIBIBYTE // (width * page * batch)) * batch
-        arena = Pages(self.num_sequences * width, page)
-        self.store = KVStore(arena, LAYERS, self.block_size, dtype)
-        arena.memory.view(dtype).copy_(make_random_values(arena.memory.nbytes // dtype.itemsize, dtype))
+        pages = Pages(self.num_sequences * width, page)
+        self.store = KVStore(pages, LAYERS, self.block_size, dtype)
+        pages.memory.view(dtype).copy_(make_random_values(pages.memory.nbytes // dtype.itemsize, dtype))
         for plane in chain.from_iterable(map(self.store.planes, self.store.layers)):
             if plane.scale is not None:
                 plane.scale.fill_(1.0)

@@ -1,4 +1,4 @@
-"""Checks what a plug-in's plan says before kernels read it, and describes strange values for messages.
+"""Checks where a plug-in has located keys before kernels read them, and describes strange values for messages.
 
 The functions raise TypeError or ValueError, and whatever a strategy's object raises while it is read: call them under a
 guard of the instance (engine/guard.py).
@@ -37,7 +37,7 @@ def _shorten(write: Any, value: object) -> str:
 
 
 def check_locations(locations: Sequence[object]) -> None:
-    """Raise unless each of a plan's locations is None, or has the type and the window that kernels expect."""
+    """Raise unless each location is None, or has the type and the window that kernels expect."""
     for location in locations:
         if location is None:
             continue
@@ -55,7 +55,7 @@ def check_owner(locations: Sequence[KVLocation | None], memory: Memory, name: st
 
 
 def check_tap(tap: object, num_tokens: int, geometry: Geometry) -> None:
-    """Raise unless a plan's query tap names tokens of the plan, and has room for their queries.
+    """Raise unless a query tap names tokens of the located rows, and has room for their queries.
 
     The numbers of the tokens are checked on a CPU only, as reading them elsewhere waits for the device.
     """

@@ -11,7 +11,7 @@ request of the lowest priority eventually comes before later ones of the highest
 Progress is guaranteed as follows. A running request preempts only requests after it in the queue that are not in the
 step yet. If no request can be scheduled for lack of memory, the last one is preempted. So the first request always gets
 the memory it needs, and submit() has checked that it fits. A waiting request preempts only requests of lower priority;
-with equal priorities two requests could preempt each other forever. A request whose cache is not ready (another seat
+with equal priorities two requests could preempt each other forever. A request whose sequence is not ready (another one
 computes its prefix, or its tokens are loaded) is skipped.
 
 A request whose strategy is at fault (StrategyError) leaves the step and is returned as failed; all others go on.
@@ -72,7 +72,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._num_waiting: Counter[Instance] = Counter()  # number of waiting requests of each instance
-        self._refused: set[Request] = set()  # waiting requests for which open() of their strategy last returned no seat
+        self._refused: set[Request] = set()  # waiting requests for which open() of their strategy last returned none
         self._num_arrivals = 0
         self._room_changes = 0  # counts the times when memory or a seat may have become free
         # Ends what no request needs, to make room for a request of an instance; returns whether it did
@@ -123,7 +123,7 @@ class Scheduler:
             self._remove_waiting(request)
 
     def fork(self, request: Request, sibling: Request) -> bool:
-        """Start a waiting request in a fork of the seat of `sibling`, another choice (n > 1) of its prompt.
+        """Start a waiting request in a fork of the sequence of `sibling`, another choice (n > 1) of its prompt.
 
         Return False if the request cannot run now or there is no room.
         """

@@ -122,7 +122,7 @@ class Shadows(StepExtension):
                 self._start(request, planned)
 
     def _start(self, served: Request, planned: PlannedShadow) -> None:
-        """Open a seat under the second instance for a request whose first token is not drawn yet, if there is room."""
+        """Open a sequence under the second instance for a request without a token yet, if there is room."""
         instance = planned.instance
         assert instance is not None
         if instance is served.instance:  # a fallback serves the request now

@@ -124,7 +124,7 @@ def test_the_source_stays_until_the_copy_has_run() -> None:
     source = parent.blocks[2]
     parent.close()
     assert count_free_blocks(cache) == 0
-    assert cache.open(Text([1])) is None, "the source's page is not free yet"
+    assert cache.open(Text([1])) is None, "the source's block is not free yet"
     cache.check_integrity()
     write(cache, (child, [1]))
     assert stored_tokens(cache, child) == [*TEXT, 1]

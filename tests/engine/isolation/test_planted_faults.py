@@ -126,7 +126,7 @@ def test_a_strategy_that_lets_nothing_go_on_is_named_and_ended(tiny: Path, refer
 def test_a_strategy_that_cannot_be_built_anew_stays_in_quarantine_and_holds_no_memory(
     tiny: Path, reference: Reference
 ) -> None:
-    """Half a cache must not answer for the pages of the instance: other strategies' requests would fail."""
+    """Half a cache must not answer for the blocks of the instance: other strategies' requests would fail."""
     driver = Tolerant(
         tiny,
         strategies=strategies(

@@ -156,19 +156,19 @@ def test_as_many_texts_fit_as_it_says(tiny: Path, name: str) -> None:
     driver.submit("first", PROMPT, 4, kv_cache=name)
     driver.run()
     fits = read_live(driver)["instances"][name]["fits"]
-    cache, seats = driver.core.instances[name], []
+    cache, opened = driver.core.instances[name], []
     for number in range(fits["64"] + 1):
-        seat = cache.open([number + 1, *range(100, 163)])  # nothing is shared
-        if seat is not None and not seat.reserve(64 - seat.length):
-            seat.close()
-            seat = None
-        if seat is None:
+        sequence = cache.open([number + 1, *range(100, 163)])  # nothing is shared
+        if sequence is not None and not sequence.reserve(64 - sequence.length):
+            sequence.close()
+            sequence = None
+        if sequence is None:
             break
-        seats.append(seat)
-    assert len(seats) == fits["64"]
+        opened.append(sequence)
+    assert len(opened) == fits["64"]
     assert fits["64"] > 1
-    for seat in seats:
-        seat.close()
+    for sequence in opened:
+        sequence.close()
 
 
 @pytest.mark.parametrize("fault", ["raises", "writes nonsense", "marks free blocks"])

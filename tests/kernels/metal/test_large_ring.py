@@ -32,13 +32,13 @@ def test_a_ring_of_phi_4_attends_as_the_definition_says() -> None:
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(length + LAYERS, PHI4.num_kv_heads, 128, generator=generator) for _ in range(2))
     q = torch.randn(length + LAYERS, PHI4.num_q_heads, 128, generator=generator)
-    seat = cache.open(Text(range(length)))
-    assert seat is not None
+    sequence = cache.open(Text(range(length)))
+    assert sequence is not None
     for start in range(0, past, CHUNK):
-        _step(cache, seat, min(CHUNK, past - start), k, v)
+        _step(cache, sequence, min(CHUNK, past - start), k, v)
     mask = visible_keys(PHI4, length, lambda i, j: (i - j < WINDOW) | (j < SINKS), first=past)
     for n, queries in ((chunk, slice(0, chunk)), (1, slice(chunk, None))):
-        outs = _step(cache, seat, n, k, v, q)
+        outs = _step(cache, sequence, n, k, v, q)
         for layer, out in enumerate(outs):
             here = slice(layer, layer + length)  # each layer has other numbers at a position
             want = attention(q[here][past:][queries], k[here], v[here], PHI4, mask[queries])
@@ -57,11 +57,11 @@ def _cache(ops: MetalOps) -> KVCache:
     return cache
 
 
-def _step(cache: KVCache, seat: KVSequence, n: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> list[Tensor]:
+def _step(cache: KVCache, sequence: KVSequence, n: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> list[Tensor]:
     """Write the next n tokens in all layers; return the output of each layer for the queries, if any."""
-    start, outs = seat.length, []
-    assert seat.reserve(n)
-    location = cache.locate(Rows([seat], [n])).by_layer[0]
+    start, outs = sequence.length, []
+    assert sequence.reserve(n)
+    location = cache.locate(Rows([sequence], [n])).by_layer[0]
     assert location is not None
     for layer in range(LAYERS):
         here = slice(layer + start, layer + start + n)
@@ -70,5 +70,5 @@ def _step(cache: KVCache, seat: KVSequence, n: int, k: Tensor, v: Tensor, q: Ten
         else:
             outs.append(torch.full((n, PHI4.num_q_heads, 128), torch.nan))
             attend_at(cache.setup, location, None, layer, q[here], k[here], v[here], outs[-1])
-    seat.commit(range(n))
+    sequence.commit(range(n))
     return outs

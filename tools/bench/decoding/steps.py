@@ -49,56 +49,57 @@ def fill_at_random(instance: Instance) -> None:
 
 def take_turn(model: Model, instance: Instance, prompts: Sequence[Sequence[int]], steps: int) -> Turn:
     """Decode `steps` tokens after each prompt, under one strategy. Raises SettingsError for lack of memory."""
-    with opened_seats(instance, prompts) as seats:
+    with opened_sequences(instance, prompts) as sequences:
         for _ in range(WARMUP_STEPS):
-            decode_step(model, instance, seats)
-        times = [decode_step(model, instance, seats) for _ in range(steps)]
+            decode_step(model, instance, sequences)
+        times = [decode_step(model, instance, sequences) for _ in range(steps)]
         total, commits = (sum(seconds) for seconds in zip(*times, strict=True))
         return Turn(total, commits, instance.usage().used)
 
 
 @contextmanager
-def opened_seats(instance: Instance, prompts: Sequence[Sequence[int]]) -> Iterator[list[KVSequence]]:
-    """Yield seats that hold these prompts, and close them at the end. Raises SettingsError for lack of memory."""
-    seats: list[KVSequence] = []
+def opened_sequences(instance: Instance, prompts: Sequence[Sequence[int]]) -> Iterator[list[KVSequence]]:
+    """Yield sequences that hold these prompts, and close them at the end. Raises SettingsError for lack of memory."""
+    sequences: list[KVSequence] = []
     try:
         for prompt in prompts:
-            seats.append(open_seat(instance, prompt))
-            enter(instance, seats[-1], prompt)
-        yield seats
+            sequences.append(open_sequence(instance, prompt))
+            enter(instance, sequences[-1], prompt)
+        yield sequences
     finally:
-        for seat in seats:
-            instance.close(seat)
+        for sequence in sequences:
+            instance.close(sequence)
 
 
-def open_seat(instance: Instance, prompt: Sequence[int]) -> KVSequence:
-    """Return a seat for a prompt, whose first tokens may be found in the cache."""
-    seat = instance.open(prompt)
-    if seat is None:
+def open_sequence(instance: Instance, prompt: Sequence[int]) -> KVSequence:
+    """Return a sequence for a prompt, whose first tokens may be found in the cache."""
+    sequence = instance.open(prompt)
+    if sequence is None:
         raise no_room(instance)
-    return seat
+    return sequence
 
 
-def enter(instance: Instance, seat: KVSequence, prompt: Sequence[int]) -> None:
-    """Commit the tokens of a prompt to a seat, without computing them."""
-    while seat.length < len(prompt):
-        most = ROW_TOKENS if seat.stop is None else seat.stop - seat.length
-        n = min(len(prompt) - seat.length, ROW_TOKENS, most)
-        if not seat.reserve(n):
+def enter(instance: Instance, sequence: KVSequence, prompt: Sequence[int]) -> None:
+    """Commit the tokens of a prompt to a sequence, without computing them."""
+    while sequence.length < len(prompt):
+        most = ROW_TOKENS if sequence.stop is None else sequence.stop - sequence.length
+        n = min(len(prompt) - sequence.length, ROW_TOKENS, most)
+        if not sequence.reserve(n):
             raise no_room(instance)
-        instance.strategy.locate(Rows([seat], [n]))
-        seat.commit(prompt[seat.length : seat.length + n])
-        seat.compact()
+        instance.strategy.locate(Rows([sequence], [n]))
+        sequence.commit(prompt[sequence.length : sequence.length + n])
+        sequence.compact()
 
 
 @torch.inference_mode()
-def decode_step(model: Model, instance: Instance, seats: Sequence[KVSequence]) -> StepTime:
+def decode_step(model: Model, instance: Instance, sequences: Sequence[KVSequence]) -> StepTime:
     """Decode one token of each sequence."""
     begin = time.perf_counter()
-    for seat in seats:
-        if not seat.reserve(1):
+    for sequence in sequences:
+        if not sequence.reserve(1):
             raise no_room(instance)
-    batch = Batch([RowInput(instance, seat, seat.length, [seat.length % 256], 1) for seat in seats], model.device)
+    rows = [RowInput(instance, each, each.length, [each.length % 256], 1) for each in sequences]
+    batch = Batch(rows, model.device)
     model.forward(batch.input_ids, batch)
     committing = time.perf_counter()
     failed = batch.commit()

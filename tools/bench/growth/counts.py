@@ -100,26 +100,26 @@ def _build_cache(blocks: int, ops: Ops) -> KVCache:
 
 def _cache_text(cache: KVCache, text: list[int]) -> None:
     """Commit a text to the cache and close it; its blocks stay there as idle blocks."""
-    seat = cache.open(Text(text))
-    assert seat is not None
-    _append_tokens(cache, seat, text)
-    seat.close()
+    sequence = cache.open(Text(text))
+    assert sequence is not None
+    _append_tokens(cache, sequence, text)
+    sequence.close()
 
 
-def _append_tokens(cache: KVCache, seat: Any, text: Sequence[int]) -> None:
+def _append_tokens(cache: KVCache, sequence: Any, text: Sequence[int]) -> None:
     cache.poll()
-    rest = text[seat.length :]
-    assert seat.reserve(len(rest))
-    cache.locate(Rows([seat], [len(rest)]))
-    seat.commit(rest)
+    rest = text[sequence.length :]
+    assert sequence.reserve(len(rest))
+    cache.locate(Rows([sequence], [len(rest)]))
+    sequence.commit(rest)
 
 
 def _count_text_calls(cache: KVCache, text: list[int]) -> dict[str, int]:
     """Return the calls to open, enter and close a text that is not cached, and to open it again, once it is cached."""
-    seats: list[Any] = []
-    calls = {"open": count_calls(lambda: seats.append(cache.open(Text(text))))}
-    calls["enter"] = count_calls(lambda: _append_tokens(cache, seats[0], text))
-    calls["close"] = count_calls(lambda: seats[0].close())
-    calls["open again"] = count_calls(lambda: seats.append(cache.open(Text(text))))
-    assert seats[-1].found > 0
+    sequences: list[Any] = []
+    calls = {"open": count_calls(lambda: sequences.append(cache.open(Text(text))))}
+    calls["enter"] = count_calls(lambda: _append_tokens(cache, sequences[0], text))
+    calls["close"] = count_calls(lambda: sequences[0].close())
+    calls["open again"] = count_calls(lambda: sequences.append(cache.open(Text(text))))
+    assert sequences[-1].found > 0
     return calls

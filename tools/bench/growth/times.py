@@ -26,7 +26,7 @@ from server.engine.instance import Instance
 from server.evaluation.command import select_strategies
 from server.profiling.machine import measure_matmul_flops, measure_read_bandwidth
 from server.profiling.steps import average_fastest
-from tools.bench.decoding.steps import decode_step, fill_at_random, opened_seats
+from tools.bench.decoding.steps import decode_step, fill_at_random, opened_sequences
 from tools.bench.growth.points import GrowthPoint, StepRound, summarize
 from tools.bench.table.long_contexts import SETTINGS_FILE
 
@@ -166,10 +166,10 @@ class StepTimer:
         `counted` are the bytes, if they are known. Raises SettingsError for lack of memory.
         """
         prompts = torch.randint(self._model.info.vocab_size, (streams, context)).tolist()
-        with opened_seats(instance, prompts) as seats:
+        with opened_sequences(instance, prompts) as sequences:
 
             def step() -> float:
-                return decode_step(self._model, instance, seats).total
+                return decode_step(self._model, instance, sequences).total
 
             size = counted or self._count_bytes(instance, step, streams * context)
             repeat(step, WARMUP_STEPS, MIN_WARMUP_STEPS, WARMUP_SECONDS)
