@@ -105,7 +105,7 @@ class AddressRanges:
         self._ranges.remove(placed)
 
     def count_usable_bytes(self, block_bytes: int, pinned: object) -> int:
-        """Return a bound that is never reached: pinned blocks lie in no other range's way."""
+        """Return more bytes than there can be, as blocks of one range never divide another."""
         return 1 << 62
 
     # ---------------------------------------------------------------- memory of the system

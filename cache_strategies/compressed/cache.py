@@ -136,10 +136,7 @@ class CompressedCache(KVCache[CompressedSequence]):
             shape = find_query_shape(self.layout, num_queries)
         except SettingsError as error:
             raise SettingsError(f"strategies.{self.name}: {error}") from None
-        if shape is None:
-            return None
-        geometry = self.setup.geometry
-        return QueryBuffer(shape, geometry.layers, self.options.every, self.setup.memory, geometry.kv_dtype)
+        return None if shape is None else QueryBuffer(shape, self.layout, self.setup.memory)
 
     # ---------------------------------------------------------------- memory
     @classmethod

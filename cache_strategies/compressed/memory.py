@@ -109,10 +109,6 @@ class CompressedMemory:
         kept = self._layout.budgets.count_kept(group.layers[0], longest) * group.num_columns
         return -(-min(longest, kept + self._layout.options.every) // self.block_size)
 
-    def count_bytes(self, number: int, num_blocks: int) -> int:
-        """Return the bytes of this number of blocks of a group."""
-        return num_blocks * self.regions[number].size
-
     def release(self, number: int, blocks: Sequence[int]) -> None:
         """Free blocks of a group."""
         self.regions[number].release(blocks)

@@ -19,7 +19,6 @@ from cache_strategies.compressed.state import CompressedState, TappedQueries
 from cache_strategies.memory import InstanceMemory
 from config.errors import SettingsError
 from kernels.ops import QueryTap
-from kernels.types import LayerSpec
 
 
 class QueryShape(NamedTuple):
@@ -67,13 +66,12 @@ def compute_query_bytes(layout: CompressedLayout) -> int:
 class QueryBuffer:
     """Stores the latest queries of sequences, in blocks that it views as [blocks, queries, layers, Hq * D]."""
 
-    def __init__(
-        self, shape: QueryShape, specs: Sequence[LayerSpec], every: int, memory: InstanceMemory, dtype: torch.dtype
-    ) -> None:
-        """Store queries in `dtype` before each boundary, in a new region."""
-        self.shape, self.num_queries = shape, shape.num_queries
+    def __init__(self, shape: QueryShape, layout: CompressedLayout, memory: InstanceMemory) -> None:
+        """Store queries before each boundary, in a new region."""
+        self.shape = shape
+        self._every, self._num_layers = layout.options.every, len(layout.geometry.layers)
+        self._dtype = dtype = layout.geometry.kv_dtype
         self.region = memory.region(shape.count_bytes(dtype), "latest queries")
-        self._every, self._dtype, self._num_layers = every, dtype, len(specs)
         region, width = self.region, shape.width
         stride, run = region.page_bytes // dtype.itemsize, region.size // region.page_bytes
         self._view = region.memory.view(dtype).as_strided(
@@ -106,7 +104,7 @@ class QueryBuffer:
     # ---------------------------------------------------------------- queries
     def first_stored(self, boundary: int) -> int:
         """Return the position of the first query that is stored for a boundary."""
-        return max(0, boundary - self.num_queries)
+        return max(0, boundary - self.shape.num_queries)
 
     def make_tap(self, rows: Rows[CompressedState]) -> QueryTap | None:
         """Return a tap for the queries that the rows' next boundaries need; None for none. Each row notes its own."""

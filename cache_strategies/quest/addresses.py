@@ -34,7 +34,6 @@ class HeadGroup(NamedTuple):
     layers: Sequence[int]
     num_heads: int
     store: KVStore
-    first_table: int  # number of the first head's table in the block table; those of the other heads follow
     summaries: BlockSummaries
 
 
@@ -63,13 +62,11 @@ class ChoosingRows(NamedTuple):
 class HeadAddresses:
     """A step's addresses in a group of layers."""
 
-    def __init__(self, group: HeadGroup, table: BlockTable, sequences: int, num_read: int, block_size: int) -> None:
-        """Allocate arrays for `sequences` rows; a row that chooses reads at most `num_read` blocks."""
+    def __init__(self, group: HeadGroup, table: BlockTable, num_read: int) -> None:
+        """Allocate arrays for the rows of a step; a row that chooses reads at most `num_read` blocks."""
         self.group = group
         self._table = table
-        self._sequences = sequences
-        self._block_size = block_size
-        heads, device = group.num_heads, table.all_rows.device
+        sequences, heads, device = table.max_seats, group.num_heads, table.all_rows.device
         # (table_row, start), (start without the rows that choose), (table_row, start) of those that choose
         self._host: NDArray[np.int32] = np.zeros((5, sequences, heads), np.int32)
         self._arrays = torch.from_numpy(self._host).to(device)  # on "cpu": a view of the host's array
@@ -89,7 +86,7 @@ class HeadAddresses:
         B, host = len(rows), self._host
         index = np.array([each.index for each in rows.sequences], np.int32)
         start = np.array([each.length for each in rows.sequences], np.int32)[:, None]
-        host[0, :B] = index[:, None] + (self.group.first_table + np.arange(self.group.num_heads)) * self._sequences
+        host[0, :B] = index[:, None] + np.arange(self.group.num_heads) * self._table.max_seats
         host[1, :B] = start
         if chosen.rows:
             self._set_chosen(chosen, start)
@@ -107,7 +104,7 @@ class HeadAddresses:
         host[2, which] = PADDING
         host[3, :B], host[4, :B] = 0, PADDING
         host[3, which] = np.arange(len(which) * self.group.num_heads).reshape(len(which), -1)
-        host[4, which] = (num_read - 1) * self._block_size + start[which] % self._block_size
+        host[4, which] = (num_read - 1) * self._table.block_size + start[which] % self._table.block_size
 
     def _make_step(self, chosen: Chosen, views: Tensor, base: Slots) -> ChoosingRows:
         """Return the addresses of the rows that choose, and of the others, whose arrays have been filled."""
@@ -123,16 +120,10 @@ class HeadAddresses:
         tables[..., : NUM_PROTECTED - 1] = protected[..., :-1]
         last = torch.tensor([[n - 1] for _, n in sizes], device=device)[:, None].expand(S, H, 1)
         tables.scatter_(3, last.expand(len(tables), S, H, 1), protected[..., -1:].expand(len(tables), S, H, 1))
-        return ChoosingRows(
-            rows,
-            blocks,
-            make_candidates(blocks, sizes),
-            tables,
-            replace(
-                base, table=tables[0].flatten(0, 1), table_row=views[3], start=views[4], max_kv=width * self._block_size
-            ),
-            replace(self.all, start=views[2]) if len(which) < len(views[0]) else None,
-        )
+        most = width * self._table.block_size  # keys that a row reads
+        slots = replace(base, table=tables[0].flatten(0, 1), table_row=views[3], start=views[4], max_kv=most)
+        others = replace(self.all, start=views[2]) if len(which) < len(views[0]) else None
+        return ChoosingRows(rows, blocks, make_candidates(blocks, sizes), tables, slots, others)
 
     def get_selected(self, layer: int) -> Tensor:
         """Return the columns of a layer's table for the blocks that rows select, [S, H, most that a row selects]."""

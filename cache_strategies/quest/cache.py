@@ -61,9 +61,9 @@ class QuestCache(PagedCache):
         self._summaries: BlockSummaries | None = None
         self._groups = list(self._make_groups())
         num_blocks = self.block_layout(options, setup.geometry)[1]
-        num_read, sequences = options.count_read(num_blocks, self.block_size), setup.geometry.max_seats
+        num_read = options.count_read(num_blocks, self.block_size)
         room = num_read if num_read < num_blocks else 0
-        every = [HeadAddresses(group, self.table, sequences, room, self.block_size) for group in self._groups]
+        every = [HeadAddresses(group, self.table, room) for group in self._groups]
         by_layer = {layer: each for each in every for layer in each.group.layers}
         layers = setup.geometry.layers
         self._addresses = [by_layer.get(layer) for layer in range(len(layers))]
@@ -108,7 +108,7 @@ class QuestCache(PagedCache):
         self._summaries = summaries = BlockSummaries(store, layers, self.setup.ops)
         for num_heads in sorted({spec.num_kv_heads for spec in layers.values()}):
             numbers = [i for i, spec in layers.items() if spec.num_kv_heads == num_heads]
-            yield HeadGroup(numbers, num_heads, store, 0, summaries)
+            yield HeadGroup(numbers, num_heads, store, summaries)
 
     # ---------------------------------------------------------------- steps
     def locate(self, rows: Rows[PagedState]) -> Locations:
@@ -223,6 +223,3 @@ class QuestCache(PagedCache):
             return None
         num_blocks = length // self.block_size + 1
         return length - (num_blocks - self.options.count_read(num_blocks, self.block_size)) * self.block_size
-
-    def budget(self, length: int) -> int | None:
-        return None  # all keys are kept

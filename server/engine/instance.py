@@ -94,7 +94,6 @@ class Instance:
         self._bytes_by_tokens: dict[int, int] = {}
         self._is_plugin = hasattr(strategy, "interface_version")  # then what it locates is checked before it is used
         self.forks = True  # whether its sequences can be forked; known once there is one
-        self._compacting: dict[type[KVSequence], bool] = {}  # by type of sequence: whether it drops tokens
         self._polls = getattr(strategy.poll, "__func__", None) is not KVCache.poll
         self.memory.set_owner(self.name, self)
 
@@ -171,7 +170,7 @@ class Instance:
             self._close(added)
             raise
         self._open[id(added)] = added
-        self.forks = _overrides(type(added), KVSequence, "fork")
+        self.forks = _overrides(type(added), "fork")
 
     def close(self, sequence: KVSequence) -> None:
         del self._open[id(sequence)]
@@ -343,10 +342,7 @@ class Instance:
 
     def compacts(self, sequence: KVSequence) -> bool:
         """Return whether sequences of this type drop tokens."""
-        cls = type(sequence)
-        if (known := self._compacting.get(cls)) is None:
-            known = self._compacting[cls] = _overrides(cls, KVSequence, "compact")
-        return known
+        return _overrides(type(sequence), "compact")
 
     def compact(self, sequence: KVSequence, length: int) -> Compaction | None:
         """Compact a sequence of `length` tokens, and try once more if that fails. Raises StrategyError if both fail.
@@ -527,6 +523,6 @@ def to_plain(found: Any, kind: Any) -> Any:
     return msgspec.convert(builtins, kind)
 
 
-def _overrides(cls: type, base: type, method: str) -> bool:
+def _overrides(cls: type[KVSequence], method: str) -> bool:
     """Return whether a class has a method of its own: that of the base class does nothing, and is not called."""
-    return getattr(cls, method) is not getattr(base, method)
+    return getattr(cls, method) is not getattr(KVSequence, method)

@@ -59,7 +59,7 @@ def test_a_summary_bounds_the_product_of_every_key_with_every_query(
             if HYBRID[layer].window is not None:
                 continue
             for head in range(group.num_heads):
-                blocks = cache.table.host_tables[group.first_table + head, reading.sequence.index, :num_full]  # type: ignore[attr-defined]
+                blocks = cache.table.host_tables[head, reading.sequence.index, :num_full]  # type: ignore[attr-defined]
                 found = group.summaries.get(layer)[torch.from_numpy(blocks.astype(np.int64))]
                 keys = text.k[layer][:80]
                 stored = (what_is_left(keys) if kv_dtype == "int8" else keys)[:, head].unflatten(0, (num_full, 4))

@@ -187,7 +187,7 @@ def _fail_at(sequence: KVSequence) -> int:
 
 def changing_locations(change: Callable[[Locations], Any]) -> Plant:
     """Return a fault: locate() returns something else."""
-    return returning("locate", lambda found: change(found))
+    return returning("locate", change)
 
 
 def with_location(change: Callable[[KVLocation], Any]) -> Plant:
@@ -327,7 +327,7 @@ FAULTS: Mapping[str, Fault] = {
         f"{name} raises": Fault(name, raising(name))
         for name in ("open", "ready", "reserve", "locate", "commit", "compact")
     },
-    **{f"{name} returns None": Fault(name, ignoring(name)) for name in ("locate",)},
+    "locate returns None": Fault("locate", ignoring("locate")),
     **{f"{name} returns None": Fault(name, ignoring(name), "stalls") for name in ("ready", "reserve")},
     "open ends the process": Fault("open", raising("open", SystemExit)),
     "locate is cancelled": Fault("locate", raising("locate", asyncio.CancelledError)),
@@ -405,14 +405,7 @@ FAULTS: Mapping[str, Fault] = {
     # ---------------------------------------------------------------- calls that concern no single request
     **{
         f"{name} raises": Fault(name, raising(name), "quiet")
-        for name in (
-            "close",
-            "poll",
-            "usage",
-            "blocks",
-            "collect_block_events",
-            "budget",
-        )
+        for name in ("close", "poll", "usage", "blocks", "collect_block_events", "budget")
     },
     "idle_bytes raises": Fault("idle_bytes", with_property("idle_bytes", _fail), "quiet"),
     "count_visible raises": Fault("count_visible", raising("count_visible"), "own"),
