@@ -71,7 +71,7 @@ def computed(tokens: tuple[Token, ...], salt: Salt, layer: int, spec: LayerSpec)
 
 
 @dataclass(eq=False)
-class Sitter:
+class OpenText:
     """A sequence, and the tokens that entered it or will: a record of its own, with the rest of its prompt."""
 
     cache: KVCache
@@ -93,10 +93,10 @@ class Sitter:
 
 
 @dataclass
-class PlannedRow:
-    """A sitter's row in a step."""
+class DrawnRow:
+    """A text's row in a step."""
 
-    sitter: Sitter
+    text: OpenText
     start: int
     num_tokens: int
     accepted: int
@@ -104,8 +104,8 @@ class PlannedRow:
 
     def work(self) -> RowInput:
         """Return the row as a batch takes it."""
-        ids = self.sitter.ids(self.start, self.start + self.num_tokens)
-        return RowInput(find_instance(self.sitter.cache), self.sitter.sequence, self.start, ids, 1)
+        ids = self.text.ids(self.start, self.start + self.num_tokens)
+        return RowInput(find_instance(self.text.cache), self.text.sequence, self.start, ids, 1)
 
 
 class History:
@@ -135,7 +135,7 @@ class History:
             space=space,
         )
         self.memory = self.world.memory
-        self.sitters: list[Sitter] = []
+        self.open_texts: list[OpenText] = []
         self.pins: list[tuple[Pinning, Pin]] = []
         self.embeddings = 0
         self.retention: tuple[int, float | None] = (0, None)  # priority and ttl of the sequences that are opened
@@ -153,7 +153,7 @@ class History:
         self, which: int, begin_like: int, common: int, rest: list[int], salt: Salt, max_cached: int | None, times: int
     ) -> None:
         """Open one or more sequences for a prompt that often has a common prefix with another."""
-        beginnings = [sitter.tokens for sitter in self.sitters] + [[(0, 0)] * LONGEST]
+        beginnings = [text.tokens for text in self.open_texts] + [[(0, 0)] * LONGEST]
         tokens = beginnings[begin_like % len(beginnings)][:common] + [self.token(i) for i in (*rest, 1)]
         for _ in range(times):
             self._open(self._name(which), tokens[:LONGEST], salt, max_cached)
@@ -171,12 +171,12 @@ class History:
         )
         assert max_cached is None or found <= max_cached, f"open() found {found} tokens, max_cached is {max_cached}"
         assert expected is None or found == expected, f"open() found {found} tokens, {expected} are cached"
-        self.sitters.append(Sitter(cache_, sequence, list(tokens), salt))
+        self.open_texts.append(OpenText(cache_, sequence, list(tokens), salt))
 
     def fork(self, which: int) -> None:
         """Fork a sequence, one that is past its prompt if there is one."""
-        past_prompt = [sitter for sitter in self.sitters if sitter.sequence.length == len(sitter.tokens)]
-        parent = (past_prompt or self.sitters)[which % len(past_prompt or self.sitters)]
+        past_prompt = [text for text in self.open_texts if text.sequence.length == len(text.tokens)]
+        parent = (past_prompt or self.open_texts)[which % len(past_prompt or self.open_texts)]
         sequence = parent.sequence.fork()
         if sequence is None:
             return
@@ -184,28 +184,28 @@ class History:
             f"a fork of {parent.sequence.length} tokens has {sequence.length}"
         )
         tokens = parent.tokens[: sequence.length]
-        self.sitters.append(Sitter(parent.cache, sequence, tokens, parent.salt))
+        self.open_texts.append(OpenText(parent.cache, sequence, tokens, parent.salt))
 
     def truncate(self, which: int, by: int) -> None:
         """Drop tokens at the end of a sequence, as many as its contract allows."""
-        sitter = self.sitters[which % len(self.sitters)]
-        rewind = sitter.cache.contract.rewind
-        length = max(0, sitter.sequence.length - min(by, by if rewind is None else rewind))
-        sitter.sequence.truncate(length)
-        assert sitter.sequence.length <= length, (
-            f"a sequence has {sitter.sequence.length} tokens after truncate() to {length}"
+        text = self.open_texts[which % len(self.open_texts)]
+        rewind = text.cache.contract.rewind
+        length = max(0, text.sequence.length - min(by, by if rewind is None else rewind))
+        text.sequence.truncate(length)
+        assert text.sequence.length <= length, (
+            f"a sequence has {text.sequence.length} tokens after truncate() to {length}"
         )
-        del sitter.tokens[length:]
+        del text.tokens[length:]
 
-    def close(self, which: int, *, discard: bool) -> None:
+    def close(self, which: int, *, spoiled: bool) -> None:
         """Close a sequence, perhaps after its keys were found to be NaN."""
-        sitter = self.sitters.pop(which % len(self.sitters))
-        if discard:
-            sitter.sequence.spoiled = True
-        sitter.sequence.close()
+        text = self.open_texts.pop(which % len(self.open_texts))
+        if spoiled:
+            text.sequence.spoiled = True
+        text.sequence.close()
 
     # ------------------------------------------------------------ what is kept
-    def retain(self, priority: int, ttl: float | None) -> None:
+    def set_retention(self, priority: int, ttl: float | None) -> None:
         """Set how long the tokens of sequences that are opened from now on stay cached."""
         self.retention = priority, ttl
 
@@ -219,17 +219,17 @@ class History:
         freed = cache_.clear(scope)
         fell = held - self.memory.get_held_bytes(name)
         assert freed == fell, f"clear() returned {freed} bytes, and freed {fell}"
-        for sitter in self.sitters:
-            if sitter.cache is cache_ and scope.includes(sitter.salt):
-                found = self._find_cached(sitter.cache, sitter.ids(0, LONGEST), sitter.salt, None)
+        for text in self.open_texts:
+            if text.cache is cache_ and scope.includes(text.salt):
+                found = self._find_cached(text.cache, text.ids(0, LONGEST), text.salt, None)
                 assert not found, f"{found} tokens are found after clear()"
 
     def pin(self, which: int, ttl: float) -> None:
         """Pin what is cached of a sequence's tokens, in a cache that can do so."""
-        sitter = self.sitters[which % len(self.sitters)]
-        if isinstance(sitter.cache, Pinning):
+        text = self.open_texts[which % len(self.open_texts)]
+        if isinstance(text.cache, Pinning):
             with contextlib.suppress(PinError):
-                self.pins.append((sitter.cache, sitter.cache.pin(sitter.ids(0, LONGEST), salt=sitter.salt, ttl=ttl)))
+                self.pins.append((text.cache, text.cache.pin(text.ids(0, LONGEST), salt=text.salt, ttl=ttl)))
 
     def pin_prefix(self, which: int, chosen: int, ttl: float) -> None:
         """Pin a cached prefix, in a cache that can do so."""
@@ -267,48 +267,48 @@ class History:
         """Run a step for some of the sequences; if it `fails`, repeat it."""
         for cache_ in self.world.caches.values():
             cache_.poll()
-        chosen = [sitter for sitter in self.sitters if rng.random() < 0.7]
+        chosen = [text for text in self.open_texts if rng.random() < 0.7]
         rng.shuffle(chosen)
-        rows: list[PlannedRow] = []
-        for sitter in chosen:
+        rows: list[DrawnRow] = []
+        for text in chosen:
             if rng.random() < 0.05:
                 self._preempt(rows, rng)
-            if sitter in self.sitters and (row := self._row(sitter, rng)):
+            if text in self.open_texts and (row := self._row(text, rng)):
                 rows.append(row)
         if not rows:
             return
         if fails:
-            self._fail(rows, rng.randrange(len(self.layers) * len({id(r.sitter.cache) for r in rows})))
+            self._fail(rows, rng.randrange(len(self.layers) * len({id(r.text.cache) for r in rows})))
         batch = Batch([row.work() for row in rows])
         self._run(batch, rows, check=True)
         _commit(batch, rows)
         for row in rows:
-            length, wanted = row.sitter.sequence.length, row.start + row.accepted
+            length, wanted = row.text.sequence.length, row.start + row.accepted
             assert length == wanted, f"a sequence has {length} tokens after commit() of {row.accepted}, not {wanted}"
             if not row.in_prompt:
-                del row.sitter.tokens[row.start + row.accepted :]
+                del row.text.tokens[row.start + row.accepted :]
 
-    def _preempt(self, rows: Sequence[PlannedRow], rng: random.Random) -> None:
-        """Close a sitter that is not in the step, to free memory for another."""
-        if others := [sitter for sitter in self.sitters if all(row.sitter is not sitter for row in rows)]:
-            sitter = rng.choice(others)
-            self.sitters.remove(sitter)
-            sitter.sequence.close()
+    def _preempt(self, rows: Sequence[DrawnRow], rng: random.Random) -> None:
+        """Close a text that is not in the step, to free memory for another."""
+        if others := [text for text in self.open_texts if all(row.text is not text for row in rows)]:
+            text = rng.choice(others)
+            self.open_texts.remove(text)
+            text.sequence.close()
 
-    def _row(self, sitter: Sitter, rng: random.Random) -> PlannedRow | None:
-        """Return the next tokens of a prompt, or new ones; None if the sitter is not in this step."""
-        start, most = sitter.sequence.length, count_until_stop(sitter.sequence, rng.choice([1, 1, 3, 6, 20]))
-        in_prompt = len(sitter.tokens) - start
+    def _row(self, text: OpenText, rng: random.Random) -> DrawnRow | None:
+        """Return the next tokens of a prompt, or new ones; None if the text is not in this step."""
+        start, most = text.sequence.length, count_until_stop(text.sequence, rng.choice([1, 1, 3, 6, 20]))
+        in_prompt = len(text.tokens) - start
         n = min(most, in_prompt or LONGEST - start)
-        if n == 0 or not sitter.sequence.ready():
+        if n == 0 or not text.sequence.ready():
             return None
-        if sitter.sequence.room < start + n and not sitter.sequence.reserve(n):
+        if text.sequence.room < start + n and not text.sequence.reserve(n):
             return None
         if not in_prompt:
-            sitter.tokens += [self.token(rng.choice([0, 1, 1, -1])) for _ in range(n)]
-        return PlannedRow(sitter, start, n, n if rng.random() < 0.7 else rng.randint(0, n), bool(in_prompt))
+            text.tokens += [self.token(rng.choice([0, 1, 1, -1])) for _ in range(n)]
+        return DrawnRow(text, start, n, n if rng.random() < 0.7 else rng.randint(0, n), bool(in_prompt))
 
-    def _fail(self, rows: Sequence[PlannedRow], calls: int) -> None:
+    def _fail(self, rows: Sequence[DrawnRow], calls: int) -> None:
         self.ops.calls = calls
         try:
             self._run(Batch([row.work() for row in rows]), rows, check=False)
@@ -317,13 +317,13 @@ class History:
         assert self.ops.calls is not None, "the strategy swallowed an error that an operation raised"
         self.ops.calls = None  # fewer operations were called
 
-    def _run(self, batch: Batch, rows: Sequence[PlannedRow], *, check: bool) -> None:
+    def _run(self, batch: Batch, rows: Sequence[DrawnRow], *, check: bool) -> None:
         """Compute all layers, and compare every output and every visible key with the definition."""
         rows = [rows[i] for i in batch.row_order]
         shift = batch.positions - torch.cat([torch.arange(row.start, row.start + row.num_tokens) for row in rows])
         located = list(iter_rows(batch))
         for layer in range(len(self.layers)):
-            inputs = [row.sitter.computed(layer) for row in rows]
+            inputs = [row.text.computed(layer) for row in rows]
             now = [slice(row.start, row.start + row.num_tokens) for row in rows]
             q, k, v = (torch.cat([x[part][at] for x, at in zip(inputs, now, strict=True)]) for part in range(3))
             q, k = (turn(self.layers[layer], x, shift) for x in (q, k))
@@ -332,12 +332,12 @@ class History:
                 for row, out, each in zip(rows, outs, located, strict=True):
                     self._check_row(row, layer, out, gather(*each, layer))
 
-    def _check_row(self, row: PlannedRow, layer: int, out: Tensor, keys: Keys) -> None:
-        start, end, spec = row.start, row.start + row.num_tokens, row.sitter.layers[layer]
-        q, k, v = (x[:end] for x in row.sitter.computed(layer))
-        mask = self._definition(row.sitter.cache, row.sitter.ids(0, end), layer, start, end - start)
-        rounding, shift = 0.0 if mask is not None else ROUNDING, -row.sitter.sequence.shift
-        if row.sitter.cache.contract.unbounded:
+    def _check_row(self, row: DrawnRow, layer: int, out: Tensor, keys: Keys) -> None:
+        start, end, spec = row.start, row.start + row.num_tokens, row.text.layers[layer]
+        q, k, v = (x[:end] for x in row.text.computed(layer))
+        mask = self._definition(row.text.cache, row.text.ids(0, end), layer, start, end - start)
+        rounding, shift = 0.0 if mask is not None else ROUNDING, -row.text.sequence.shift
+        if row.text.cache.contract.unbounded:
             rounding = max(rounding, REPEATED)
             seen = list_seen(keys, k.shape[1], end) if mask is None else mask.any(1)
             k, q = place_keys(spec, k, seen, shift), turn(spec, q.double(), torch.full((end,), shift))
@@ -347,7 +347,7 @@ class History:
             k, v = replace_kept(k, v, keys)
         assert torch.equal(last, mask[:, -1]), f"the token at position {end - 1} sees other positions than it should"
         error = float((out[start - end :].double() - attention(q[start:end], k, v, spec, mask)).abs().max())
-        most = 10 * REPEATED if row.sitter.cache.contract.unbounded else 1e-5
+        most = 10 * REPEATED if row.text.cache.contract.unbounded else 1e-5
         assert error < most, f"attention differs by {error:.2g} from the reference (layer {layer}, position {end - 1})"
 
     # ------------------------------------------------------------ always
@@ -359,7 +359,7 @@ class History:
             assert usage.reserved == held, f"usage(): reserved is {usage.reserved}, and {held} bytes of blocks are held"
             assert usage.reserved == usage.used + usage.idle + usage.wasted, f"usage() does not add up: {usage}"
             assert min(usage) >= 0, f"usage() has a negative number: {usage}"
-            num_open = sum(sitter.cache is cache_ for sitter in self.sitters)
+            num_open = sum(text.cache is cache_ for text in self.open_texts)
             if isinstance(cache_, Reporting):
                 assert usage.seats == num_open, f"usage(): seats is {usage.seats}, and {num_open} sequences are open"
             check_features(cache_)
@@ -368,15 +368,15 @@ class History:
         """Assert that in each cache with open sequences one of them is ready."""
         for cache_ in self.world.caches.values():
             cache_.poll()
-            waiting = [sitter.sequence for sitter in self.sitters if sitter.cache is cache_]
+            waiting = [text.sequence for text in self.open_texts if text.cache is cache_]
             assert not waiting or any(each.ready() for each in waiting), (
                 "all sequences wait for each other: see ready()"
             )
 
     def finish(self) -> None:
         """Close all sequences; assert that nothing has leaked, and that the longest text fits again everywhere."""
-        for sitter in self.sitters:
-            sitter.sequence.close()
+        for text in self.open_texts:
+            text.sequence.close()
         for pinning, pin in self.pins:
             pinning.unpin(pin.id)
         self.world.check_integrity()
@@ -392,9 +392,9 @@ class History:
         assert not held, f"{held} bytes are still held when all sequences are closed and idle blocks are evicted"
 
 
-def _commit(batch: Batch, rows: Sequence[PlannedRow]) -> None:
+def _commit(batch: Batch, rows: Sequence[DrawnRow]) -> None:
     """Commit the accepted tokens of each row."""
     for row in [rows[i] for i in batch.row_order]:
-        row.sitter.sequence.commit(row.sitter.ids(row.start, row.start + row.accepted))
+        row.text.sequence.commit(row.text.ids(row.start, row.start + row.accepted))
     for row in rows:
-        row.sitter.sequence.compact()
+        row.text.sequence.compact()

@@ -32,7 +32,7 @@ class Operation(NamedTuple):
 def draw_operation(history: History, rng: random.Random) -> Operation:
     """Draw an operation that is possible now."""
     which, any_ = rng.randrange(100), rng.random()
-    if not history.sitters or any_ < 0.2:
+    if not history.open_texts or any_ < 0.2:
         rest = [rng.choice([0, 1, 1, -1]) for _ in range(rng.randint(0, 4))]
         most, times = rng.choice([None, None, None, 0, 6]), rng.randint(1, 3)
         begin_like, common, salt = rng.randrange(100), rng.randint(0, 16), rng.choice(SALTS)
@@ -51,11 +51,12 @@ def draw_operation(history: History, rng: random.Random) -> Operation:
         by = rng.randint(0, 9)
         return Operation(f"truncate by {by} or as many as `rewind` allows", lambda: history.truncate(which, by))
     if any_ < 0.88:
-        discard = rng.random() < 0.25
-        return Operation("spoil and close" if discard else "close", lambda: history.close(which, discard=discard))
+        spoiled = rng.random() < 0.25
+        return Operation("spoil and close" if spoiled else "close", lambda: history.close(which, spoiled=spoiled))
     if any_ < 0.91:
         priority, ttl = rng.randint(0, 2), rng.choice([None, 1e-9, 1e9])
-        return Operation("retain", lambda: history.retain(priority, ttl))
+        text = f"later texts have priority {priority} and ttl {ttl}"
+        return Operation(text, lambda: history.set_retention(priority, ttl))
     if any_ < 0.94:
         percent = rng.randint(1, 25)
         return Operation(f"evict {percent} % of the memory", lambda: history.evict(which, percent))

@@ -108,7 +108,7 @@ def test_idle_memory_goes_to_whoever_needs_it_the_oldest_first() -> None:
     assert (usage.idle, usage.reserved) == (get_block_bytes(cache), 2 * get_block_bytes(cache))
 
 
-def test_what_was_cropped_or_has_no_name_is_not_found() -> None:
+def test_what_was_truncated_or_has_no_name_is_not_found() -> None:
     cache = contiguous()
     sequence = read_prompt(cache, [*TEXT[:6], -1, *TEXT[7:]])
     sequence.truncate(10)

@@ -63,7 +63,7 @@ def assert_holds(sequence: MirroredSequence, text: RandomText) -> None:
 
 # ---------------------------------------------------------------- the two copies
 @dtypes
-def test_both_copies_hold_the_text_after_random_steps_and_crops(dtype: torch.dtype, rng: random.Random) -> None:
+def test_both_copies_hold_the_text_after_random_steps_and_truncations(dtype: torch.dtype, rng: random.Random) -> None:
     world, _ = mirrored_world(dtype=dtype, max_seats=3)
     readings = [world.open("it", random_text(i, 150, MODEL, dtype)) for i in range(3)]
     for _ in range(25):

@@ -112,7 +112,7 @@ def test_books_that_do_not_add_up_are_noticed(kind: str) -> None:
 
 
 @kinds
-def test_a_fork_of_a_slab_is_a_copy(kind: str) -> None:
+def test_a_fork_of_a_block_is_a_copy(kind: str) -> None:
     cache = make_cache(kind, seats=3)
     parent = read_prompt(cache, [1, 2, 3, 4, 5])
     child = parent.fork()

@@ -63,38 +63,38 @@ class Histories(RuleBasedStateMachine):
     ) -> None:
         self.history.open(which, begin_like, common, rest, salt, max_cached, times)
 
-    @precondition(lambda self: self.history.sitters)
+    @precondition(lambda self: self.history.open_texts)
     @rule(which=st.integers(0, 99))
     def fork(self, which: int) -> None:
         self.history.fork(which)
 
-    @precondition(lambda self: self.history.sitters)
+    @precondition(lambda self: self.history.open_texts)
     @rule(which=st.integers(0, 99), by=st.integers(0, 9))
     def crop(self, which: int, by: int) -> None:
         self.history.truncate(which, by)
 
-    @precondition(lambda self: self.history.sitters)
+    @precondition(lambda self: self.history.open_texts)
     @rule(which=st.integers(0, 99), unsound=st.sampled_from([False, False, False, True]))
     def close(self, which: int, unsound: bool) -> None:
         half_are_finite = patch.object(KVStore, "find_finite_blocks", lambda _, blocks: [b % 2 == 0 for b in blocks])
         with half_are_finite if unsound else contextlib.nullcontext():
-            self.history.close(which, discard=unsound)
+            self.history.close(which, spoiled=unsound)
 
     # ------------------------------------------------------------ what is kept
     @rule(priority=st.integers(0, 2), ttl=st.sampled_from([None, 1e-9, 1e9]))
     def retain(self, priority: int, ttl: float | None) -> None:
-        self.history.retain(priority, ttl)
+        self.history.set_retention(priority, ttl)
 
     @rule(which=st.integers(0, 99), scope=st.sampled_from(SCOPES))
     def clear(self, which: int, scope: SaltScope) -> None:
         self.history.clear(which, scope)
 
-    @precondition(lambda self: self.history.sitters)
+    @precondition(lambda self: self.history.open_texts)
     @rule(which=st.integers(0, 99), ttl=st.sampled_from([1e-9, 1e9, 1e9]))
     def pin(self, which: int, ttl: float) -> None:
         self.history.pin(which, ttl)
 
-    @precondition(lambda self: self.history.sitters)
+    @precondition(lambda self: self.history.open_texts)
     @rule(which=st.integers(0, 99), chosen=st.integers(0, 99), ttl=st.sampled_from([1e-9, 1e9]))
     def pin_prefix(self, which: int, chosen: int, ttl: float) -> None:
         self.history.pin_prefix(which, chosen, ttl)
@@ -118,14 +118,14 @@ class Histories(RuleBasedStateMachine):
         self.history.set_share(which, floor, limit)
 
     # ------------------------------------------------------------ steps
-    @precondition(lambda self: self.history.sitters)
+    @precondition(lambda self: self.history.open_texts)
     @rule(seed=st.integers(0, 2**16))
     def a_few_steps(self, seed: int) -> None:
         rng = random.Random(seed)
         for _ in range(rng.randint(1, 4)):
             self.history.step(rng, fails=False)
 
-    @precondition(lambda self: self.history.sitters)
+    @precondition(lambda self: self.history.open_texts)
     @rule(seed=st.integers(0, 2**16), fails=st.booleans())
     def a_step(self, seed: int, fails: bool) -> None:
         self.history.step(random.Random(seed), fails=fails)

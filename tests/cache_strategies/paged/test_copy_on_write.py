@@ -147,7 +147,7 @@ def test_a_writer_that_leaves_before_its_copy_ran_lets_go_of_both() -> None:
     assert_nothing_leaked(cache)
 
 
-def test_a_writer_may_be_cropped_before_its_copy_ran() -> None:
+def test_a_writer_may_be_truncated_before_its_copy_ran() -> None:
     cache = make_paged()
     parent = read_prompt(cache, TEXT)
     child = parent.fork()
@@ -172,7 +172,7 @@ def test_room_for_a_copy_may_be_missing_and_nothing_is_lost() -> None:
     assert stored_tokens(cache, child) == [*TEXT, 1]
 
 
-def test_growing_twice_copies_once() -> None:
+def test_reserving_twice_copies_once() -> None:
     cache = make_paged()
     parent = read_prompt(cache, TEXT)
     child = parent.fork()
@@ -187,8 +187,8 @@ def test_growing_twice_copies_once() -> None:
     cache.check_integrity()
 
 
-# ---------------------------------------------------------------- crop
-def test_crop_into_a_shared_block_copies_before_it_writes() -> None:
+# ---------------------------------------------------------------- truncate
+def test_truncating_into_a_shared_block_copies_before_it_writes() -> None:
     cache = make_paged()
     first, second = read_prompt(cache, TEXT), read_prompt(cache, TEXT)
     second.truncate(6)
@@ -200,7 +200,7 @@ def test_crop_into_a_shared_block_copies_before_it_writes() -> None:
     cache.check_integrity()
 
 
-def test_crop_into_a_block_of_its_own_takes_the_name_away_when_it_is_written() -> None:
+def test_truncating_into_a_block_of_its_own_takes_the_name_away_when_it_is_written() -> None:
     cache = make_paged()
     sequence = read_prompt(cache, TEXT)
     sequence.truncate(6)
@@ -214,7 +214,7 @@ def test_crop_into_a_block_of_its_own_takes_the_name_away_when_it_is_written() -
 
 
 @pytest.mark.parametrize("length", [0, 3, 4, 8, 10])
-def test_crop_gives_back_what_lies_behind(length: int) -> None:
+def test_truncating_gives_back_what_lies_behind(length: int) -> None:
     cache = make_paged(prefix_cache=False)
     sequence = read_prompt(cache, TEXT)
     sequence.truncate(length)
@@ -224,7 +224,7 @@ def test_crop_gives_back_what_lies_behind(length: int) -> None:
     assert stored_tokens(cache, sequence) == [*TEXT[:length], 1, 2]
 
 
-def test_crop_below_what_was_found_lowers_cached() -> None:
+def test_truncating_below_what_was_found_lowers_found() -> None:
     cache = make_paged()
     read_prompt(cache, TEXT)
     sequence = read_prompt(cache, TEXT)

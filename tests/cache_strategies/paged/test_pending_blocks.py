@@ -192,7 +192,7 @@ def test_tokens_that_replace_a_prompts_rest_do_not_go_by_its_name() -> None:
     cache.check_integrity()
 
 
-def test_who_waited_for_the_rest_of_a_prompt_computes_it_when_it_is_cropped() -> None:
+def test_who_waited_for_the_rest_of_a_prompt_computes_it_when_it_is_truncated() -> None:
     cache = make_paged()
     first, second = open_sequence(cache, TEXT), open_sequence(cache, TEXT)
     enter(cache, (first, TEXT[:7]))
@@ -207,7 +207,7 @@ def test_who_waited_for_the_rest_of_a_prompt_computes_it_when_it_is_cropped() ->
     assert_nothing_leaked(cache)
 
 
-def test_one_that_waits_can_be_cropped() -> None:
+def test_one_that_waits_can_be_truncated() -> None:
     cache = make_paged()
     first, second = open_sequence(cache, TEXT), open_sequence(cache, TEXT)
     second.truncate(6)
@@ -222,7 +222,7 @@ def test_one_that_waits_can_be_cropped() -> None:
     cache.check_integrity()
 
 
-def test_one_that_waits_and_is_cropped_writes_nothing_that_another_computes() -> None:
+def test_one_that_waits_and_is_truncated_writes_nothing_that_another_computes() -> None:
     cache = make_paged()
     first, second = open_sequence(cache, TEXT), open_sequence(cache, TEXT)
     enter(cache, (first, TEXT[:5]))
@@ -236,7 +236,7 @@ def test_one_that_waits_and_is_cropped_writes_nothing_that_another_computes() ->
     cache.check_integrity()
 
 
-def test_one_that_waits_and_was_cropped_inherits_nothing_but_its_own() -> None:
+def test_one_that_waits_and_was_truncated_inherits_nothing_but_its_own() -> None:
     cache = make_paged()
     first, second = open_sequence(cache, TEXT), open_sequence(cache, TEXT)
     second.truncate(6)
