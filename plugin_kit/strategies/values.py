@@ -6,7 +6,7 @@ The server checks few of them, as a wrong one harms the strategy's own requests 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import torch
@@ -20,7 +20,6 @@ from cache_strategies.types import (
     Blocks,
     CachedPrefix,
     CacheUsage,
-    Miss,
     Text,
     count_reusable_tokens,
 )
@@ -32,10 +31,9 @@ from plugin_kit.driver.world import World
 from plugin_kit.promise import Promise
 from plugin_kit.strategies.trial import NAME, StrategyTrial, get_cache
 from server.engine.batch import Batch
-from server.engine.instance import LocatedRows
+from server.engine.instance import MISSES, LocatedRows
 from server.engine.isolation.checks import check_locations, check_owner, check_tap
 
-MISSES = {*get_args(Miss), None}
 # What `out` of a hook is filled with before the call: a NaN that no computation gives, by the size of its numbers
 UNWRITTEN = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FC0DEAD), 8: (torch.int64, 0x7FF80000DEADBEEF)}
 
@@ -82,8 +80,8 @@ def open_sequence(cache: KVCache, ids: Sequence[int], max_cached: int | None) ->
 
 def check_found(sequence: KVSequence) -> None:
     """Check what a sequence says of the tokens that were found in the cache."""
-    cached = check_int("the number of cached tokens of a sequence", sequence.found)
-    assert cached <= sequence.length, f"a sequence of {sequence.length} tokens has {cached} cached ones"
+    found = check_int("the number of found tokens of a sequence", sequence.found)
+    assert found <= sequence.length, f"a sequence of {sequence.length} tokens has found {found}"
     assert sequence.miss in MISSES, f"a sequence has the unknown miss {sequence.miss!r}"
 
 

@@ -1,7 +1,7 @@
 """The interface of an observer of what the engine calls of strategies: the supervisor's means to find what hangs.
 
 What runs is one number, so that recording it costs little: a number of the call, times NUM_CODES, and a code of what is
-called (`Region` of instance.py). It is 0 if no strategy runs.
+called (`Guard` of guard.py). It is 0 if no strategy runs.
 """
 
 from __future__ import annotations

@@ -187,8 +187,9 @@ def _choose_failed(scheduled: Sequence[Scheduled], instance: str) -> list[Reques
 def _run_one_by_one(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
     """Run each row as a separate step; requests whose rows fail again end with an error.
 
-    A row is skipped, and left to the next step, if its seat changed because an earlier row's request failed: it then
-    has to compute shared blocks that the failed request was computing. Rows of extensions may end with their requests.
+    A row is skipped, and left to the next step, if its sequence changed because an earlier row's request failed: it
+    then has to compute shared blocks that the failed request was computing. Rows of extensions may end with their
+    requests.
     """
     errors: list[Exception] = []
     all_failed = True

@@ -43,8 +43,8 @@ class ProgressWatchdog:
         """Return the requests that have waited too long for their strategy; called once per step, when it is scheduled.
 
         `candidates` are the requests that only their strategies hold up, `computed` those with a row in the step, or
-        without one for lack of budget. A
-        request does not count as waiting while a row of its instance is computed, as it may wait for that.
+        without one for lack of budget. A request does not count as waiting while a row of its instance is computed, as
+        it may wait for that.
         """
         busy = {request.instance for request in computed}
         idle = [request for request in candidates if request.instance not in busy]
