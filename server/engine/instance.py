@@ -177,13 +177,7 @@ class Instance:
         self._close(sequence)
 
     def _close(self, sequence: Any) -> None:
-        if self.is_suspended:
-            return
-        try:
-            with self.guard["close"]:
-                sequence.close()
-        except StrategyError:
-            return
+        self._attempt("close", lambda: sequence.close(), None)
 
     def mark_spoiled(self, sequence: KVSequence) -> None:
         """Keep others from reusing NaN; called before close()."""
@@ -251,14 +245,10 @@ class Instance:
     @property
     def idle_bytes(self) -> int:
         """The bytes that evict() could free, at most those that the instance holds."""
-        if self._keeps_idle_blocks or self.is_suspended:
+        if self._keeps_idle_blocks:
             return 0
-        held = self.memory.get_held_bytes(self.name)
-        try:
-            with self.guard["idle_bytes"]:
-                return max(0, min(operator.index(self.strategy.idle_bytes), held))
-        except StrategyError:
-            return 0
+        idle = self._attempt("idle_bytes", lambda: operator.index(self.strategy.idle_bytes), 0)
+        return max(0, min(idle, self.memory.get_held_bytes(self.name)))
 
     def evict(self, num_bytes: int) -> int:
         """Free idle blocks; the bytes freed are counted by the memory, not taken from the strategy.
@@ -266,7 +256,7 @@ class Instance:
         If they are fewer than idle_bytes promised, no block counts as idle any more: others could not get its memory.
         """
         before, promised = self.memory.get_held_bytes(self.name), min(num_bytes, self.idle_bytes)
-        self._call_quietly("evict", num_bytes)
+        self._attempt("evict", lambda: self.strategy.evict(num_bytes), 0)
         freed = max(0, before - self.memory.get_held_bytes(self.name))
         if freed < promised:
             self._keeps_idle_blocks = True
@@ -275,15 +265,15 @@ class Instance:
 
     def pinned_blocks(self) -> Mapping[Region, Collection[int]]:
         """Return the pinned blocks by region, which cannot be evicted."""
-        if self.is_suspended or not isinstance(self.strategy, Pinning):
+        strategy = self.strategy
+        if not isinstance(strategy, Pinning):
             return {}
-        try:
-            with self.guard["pinned_blocks"]:
-                own = self.memory.list_regions(self.name)
-                pinned = self.strategy.pinned_blocks()
-                return {region: {*map(operator.index, pinned[region])} for region in own if region in pinned}
-        except StrategyError:
-            return {}
+
+        def list_own() -> Mapping[Region, Collection[int]]:
+            pinned, own = strategy.pinned_blocks(), self.memory.list_regions(self.name)
+            return {region: {*map(operator.index, pinned[region])} for region in own if region in pinned}
+
+        return self._attempt("pinned_blocks", list_own, {})
 
     def count_pinned_bytes(self) -> int:
         return sum(len(blocks) * region.size for region, blocks in self.pinned_blocks().items())
@@ -296,7 +286,7 @@ class Instance:
     # ---------------------------------------------------------------- a step
     def poll(self) -> None:
         if self._polls:
-            self._call_quietly("poll")
+            self._attempt("poll", self.strategy.poll, None)
 
     def locate(self, rows: Rows, lengths: Sequence[int]) -> LocatedRows:
         """Let the strategy locate rows after `lengths` tokens; what plug-ins say is checked. Raises StrategyError."""
@@ -368,13 +358,7 @@ class Instance:
     # ---------------------------------------------------------------- reports
     def report(self, method: str, kind: Any, default: T, *args: Any) -> T:
         """Return what a method of the strategy reports, as plain values of a type; after a fault, the default."""
-        if self.is_suspended:
-            return default
-        try:
-            with self.guard[method]:
-                return to_plain(getattr(self.strategy, method)(*args), kind)  # type: ignore[no-any-return]
-        except StrategyError:
-            return default
+        return self._attempt(method, lambda: to_plain(getattr(self.strategy, method)(*args), kind), default)
 
     def usage(self) -> CacheUsage:
         """Return the memory by use: as the strategy reports it, or as far as the engine knows."""
@@ -384,11 +368,8 @@ class Instance:
 
     def _read_lengths(self) -> list[int]:
         """Return the lengths of all open sequences; none after a fault."""
-        try:
-            with self.guard["usage"]:
-                return [check_int("the length of a sequence", each.length) for each in self._open.values()]
-        except StrategyError:
-            return []
+        opened = self._open.values()
+        return self._attempt("usage", lambda: [check_int("the length of a sequence", s.length) for s in opened], [])
 
     def blocks(self) -> Blocks:
         return self.report("blocks", Blocks, Blocks()) if isinstance(self.strategy, Reporting) else Blocks()
@@ -404,25 +385,23 @@ class Instance:
 
     def count_dropped_tokens(self, lengths: Iterable[int]) -> int:
         """Return how many tokens of sequences with these lengths are dropped (visible.py); 0 after a fault."""
-        if self.is_suspended:
-            return 0
-        try:
-            with self.guard["count_visible"]:
-                counted = ((each, count_dropped_tokens(self.strategy, each)) for each in lengths)
-                return sum(check_int("the number of dropped tokens", dropped, each) for each, dropped in counted)
-        except StrategyError:
-            return 0
+
+        def count(length: int) -> int:
+            return check_int("the number of dropped tokens", count_dropped_tokens(self.strategy, length), length)
+
+        return self._attempt("count_visible", lambda: sum(map(count, lengths)), 0)
 
     def budget(self, length: int) -> int | None:
         """Return how many tokens of a text are kept at most; None: there is no budget, or after a fault."""
-        if self.is_suspended or not isinstance(self.strategy, Budgeted):
+        strategy = self.strategy
+        if not isinstance(strategy, Budgeted):
             return None
-        try:
-            with self.guard["budget"]:
-                budget = self.strategy.budget(length)
-                return None if budget is None else check_int("the budget", budget, length)
-        except StrategyError:
-            return None
+
+        def read() -> int | None:
+            budget = strategy.budget(length)
+            return None if budget is None else check_int("the budget", budget, length)
+
+        return self._attempt("budget", read, None)
 
     def list_prefixes(self, limit: int) -> tuple[Sequence[CachedPrefix], int]:
         """Return up to `limit` nodes of the tree of cached prefixes, and the number of others; after a fault, none."""
@@ -483,15 +462,15 @@ class Instance:
         with self.guard[method]:
             return to_plain(getattr(self.strategy, method)(*args, **kwargs), kind)
 
-    def _call_quietly(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method; a fault is counted and logged, and ends nothing."""
+    def _attempt(self, guard: str, run: Callable[[], T], default: T) -> T:
+        """Return what is computed under a guard; in quarantine or after a fault, which ends nothing, the default."""
         if self.is_suspended:
-            return
+            return default
         try:
-            with self.guard[method]:
-                getattr(self.strategy, method)(*args, **kwargs)
+            with self.guard[guard]:
+                return run()
         except StrategyError:
-            return
+            return default
 
     def _check_in_use(self, method: str) -> None:
         if self.is_suspended:
