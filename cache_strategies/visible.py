@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cache_strategies.base import KVCache
+from kernels.types import LayerSpec
 
 
 def count_dropped_tokens(cache: KVCache[Any], length: int) -> int:
@@ -14,10 +16,15 @@ def count_dropped_tokens(cache: KVCache[Any], length: int) -> int:
     not let the next token see that key, or has dropped it. Keys outside of a layer's own window do not count. The
     result is the mean over the KV heads of all layers, rounded down: from 0, as in all exact instances, to `length`.
     """
+    return count_unseen_tokens(cache.setup.geometry.layers, length, lambda layer: cache.count_visible(layer, length))
+
+
+def count_unseen_tokens(layers: Sequence[LayerSpec], length: int, count_visible: Callable[[int], int | None]) -> int:
+    """Return the same from the number of tokens that the next one sees in each layer; None: all that it would use."""
     dropped = heads = 0
-    for layer, spec in enumerate(cache.setup.geometry.layers):
+    for layer, spec in enumerate(layers):
         heads += spec.num_kv_heads
-        if (visible := cache.count_visible(layer, length)) is not None:
+        if (visible := count_visible(layer)) is not None:
             used = length if spec.window is None else min(length, spec.window - 1)
             dropped += spec.num_kv_heads * (used - visible)
     return dropped // heads

@@ -25,6 +25,7 @@ from cache_strategies.scorers.base import Scorer
 from cache_strategies.streaming.compaction import StreamingCompactor
 from cache_strategies.streaming.options import KeptSizes, StreamingOptions, check_rotation
 from cache_strategies.types import Geometry
+from cache_strategies.visible import count_unseen_tokens
 
 
 class StreamingSequence(CompressedSequence):
@@ -96,9 +97,5 @@ class StreamingCache(CompressedCache):
         return latest + min(used_sinks, max(0, visible - (held - sinks)))
 
     def budget(self, length: int) -> int | None:
-        held, dropped, heads = self.place_after(length), 0, 0
-        for layer, spec in enumerate(self.setup.geometry.layers):
-            used = length if spec.window is None else min(length, spec.window - 1)
-            dropped += spec.num_kv_heads * (used - self._count_visible_of(layer, length, held))
-            heads += spec.num_kv_heads
-        return length - dropped // heads
+        held, layers = self.place_after(length), self.setup.geometry.layers
+        return length - count_unseen_tokens(layers, length, lambda layer: self._count_visible_of(layer, length, held))
