@@ -516,7 +516,7 @@ class Memory:
         self.space.warm_up(num_bytes)
 
     def recover(self) -> None:
-        """Plan with all memory again some time after the system lacked it, if it seems to have some."""
+        """Count all memory again some time after the system lacked it, if it seems to have some."""
         if self.total_bytes == self.planned_bytes or self._clock() < self._lacked_at + RECOVERY_SECONDS:
             return
         self._lacked_at = self._clock()
@@ -526,7 +526,7 @@ class Memory:
             log.warning("the system has memory again: all of %d bytes of KV memory count", self.total_bytes)
 
     def _lower_total(self) -> None:
-        """Plan with the memory that the system has provided, as it has no more; lower floors and limits with it."""
+        """Count only the memory that the system has provided, as it has no more; lower floors and limits with it."""
         self._lacked_at = self._clock()
         self.total_bytes = max(self.held_bytes, min(self.space.warm_bytes, self.total_bytes - 1), 1)
         self._apply_bounds()

@@ -93,6 +93,7 @@ def group_by_window(
         if window is not None and count_kept_blocks(window, block_size) >= max_seq_len // block_size:
             window = None
         members.setdefault(window, []).append(i)
-    columns = max((layers[i].num_kv_heads for i in members[None]), default=0) if by_head else bool(members[None])
-    groups = [LayerGroup(None, members.pop(None), int(columns)), *(LayerGroup(*each) for each in members.items())]
-    return LayerLayout(groups, block_size)
+    full = members.pop(None)
+    heads = max((layers[i].num_kv_heads for i in full), default=0)
+    without_window = LayerGroup(None, full, heads if by_head else min(1, heads))
+    return LayerLayout([without_window, *(LayerGroup(*each) for each in members.items())], block_size)

@@ -38,7 +38,7 @@ REPORTS = {
     "mark_blocks",
     "usage",
 }
-# What is called or read under the guard "schedule", by the functions that do so or are it
+# The method or field that is at fault under the guard "schedule", by the innermost of these functions
 SCHEDULING = {
     "ready": "ready",
     "reserve": "reserve",

@@ -374,5 +374,4 @@ class RandomDropCache(KVCache[DropSequence]):
 class RandomDropByHeadCache(RandomDropCache):
     """A cache that keeps other tokens, and another number of them, in each KV head of a layer."""
 
-    interface_version = 3
     split_heads = True
