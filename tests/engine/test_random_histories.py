@@ -234,6 +234,8 @@ def restore(driver: Driver, shares: dict[str, tuple[int, int]]) -> None:
         driver.core.isolation.end_quarantine(name)
     driver.core.isolation.record_steps(driver.core.instances)  # faults of this history do not count in the next one
     for name in driver.core.instances:
+        for broken in ("locate", "attend"):
+            vars(driver.core.instances[name].strategy).pop(broken, None)  # whole again
         unpin(driver, name)
         driver.core.shares.set_share(name, floor=0, limit=driver.core.memory.total_bytes)
     for name, (floor, limit) in shares.items():
