@@ -441,14 +441,15 @@ class Instance:
         return info
 
     def collect_block_events(self) -> BlockEvents | None:
-        if self.is_suspended or not isinstance(self.strategy, BlockCounting):
+        strategy = self.strategy
+        if not isinstance(strategy, BlockCounting):
             return None
-        try:
-            with self.guard["collect_block_events"]:
-                events = self.strategy.collect_block_events()
-                return None if events is None else to_plain(events, BlockEvents)  # None after most steps
-        except StrategyError:
-            return None
+
+        def collect() -> BlockEvents | None:
+            events = strategy.collect_block_events()
+            return None if events is None else to_plain(events, BlockEvents)  # None after most steps
+
+        return self._attempt("collect_block_events", collect, None)
 
     def check_integrity(self) -> None:
         """Check the strategy's bookkeeping; an AssertionError stays one, as it shows a bug."""
