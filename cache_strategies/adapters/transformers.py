@@ -347,7 +347,8 @@ class StrategyCache(Cache):
             raise ValueError(f"{rows} rows exceed max_batch_size={self.max_batch_size}: raise it (each beam is a row)")
         if self._sequences and rows != len(self._sequences):
             raise ValueError(
-                f"the cache has {len(self._sequences)} rows and the input {rows}: keep the batch size, or call reset()"
+                f"the cache has {len(self._sequences)} rows and the input has {rows}: keep the batch size, or call "
+                "reset()"
             )
         if S + n > self.max_seq_len:
             raise ValueError(

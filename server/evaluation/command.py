@@ -220,11 +220,18 @@ def evaluate(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> 
     instances = [core.instances[name] for name in names]
     row_tokens = compute_max_row_tokens(core, instances)
     row_tokens = min(options.row_tokens or row_tokens, row_tokens)
+    longest_row = 0
     text, records = read_documents(engine, options)
     with make_progress_bar() as bars:
         task = bars.add_task("reading", total=sum(len(d.ids) - 1 for d in (*text, *records)))
+
+        def count_step(num_tokens: int) -> None:
+            nonlocal longest_row
+            longest_row = max(longest_row, num_tokens)
+            bars.advance(task, num_tokens)
+
         fidelities: list[Sequence[Fidelity]] = [
-            compare(core.model, instances, each, row_tokens=row_tokens, on_tokens_read=lambda n: bars.advance(task, n))
+            compare(core.model, instances, each, row_tokens=row_tokens, on_tokens_read=count_step)
             for each in (text, records)
         ]
     declared = {each.name: each for each in engine.instances}
@@ -242,11 +249,11 @@ def evaluate(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> 
     dtype = str(core.model.dtype).removeprefix("torch.")
     source = str(options.text or "stories")
     counts = (len(text), len(records))
-    return EvaluationReport(engine.model_name, engine.device.name, dtype, source, counts, length, row_tokens, results)
+    return EvaluationReport(engine.model_name, engine.device.name, dtype, source, counts, length, longest_row, results)
 
 
 def compute_max_row_tokens(core: Core, instances: Sequence[Instance]) -> int:
-    """Return how many tokens of a document one step can compute under all strategies, within MAX_LOGITS logits."""
+    """Return how many tokens of a document one step computes at most, within MAX_LOGITS logits."""
     step_tokens = min(core.scheduler.limits.max_num_batched_tokens, MAX_LOGITS // core.model.info.vocab_size)
     return max(1, step_tokens // len(instances))
 

@@ -53,7 +53,7 @@ class EvaluationReport:
     source: str  # source of the running text: a file's name or "stories"
     num_documents: tuple[int, int]  # numbers of (documents of running text, records)
     length: int  # tokens of a document
-    row_tokens: int  # number of tokens of a document that one step computes
+    row_tokens: int  # the most tokens of a document that a step computed
     results: Sequence[StrategyResult]
 
     @property
