@@ -20,7 +20,10 @@ def count_dropped_tokens(cache: KVCache[Any], length: int) -> int:
 
 
 def count_unseen_tokens(layers: Sequence[LayerSpec], length: int, count_visible: Callable[[int], int | None]) -> int:
-    """Return the same from the number of tokens that the next one sees in each layer; None: all that it would use."""
+    """Return how many of `length` tokens the next one would use, but cannot see, as a mean over all KV heads.
+
+    `count_visible` returns for each layer how many it sees there; None: all that it would use.
+    """
     dropped = heads = 0
     for layer, spec in enumerate(layers):
         heads += spec.num_kv_heads
