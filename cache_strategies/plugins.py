@@ -18,8 +18,8 @@ from config.errors import SettingsError
 T = TypeVar("T")
 
 
-class MissingModuleError(SettingsError):
-    """The module of a class is neither installed nor in the current folder."""
+class MissingClassError(SettingsError):
+    """The module of a class is neither installed nor in the current folder, or has no class of that name."""
 
 
 def list_plugins(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
@@ -32,11 +32,14 @@ def load_class(name: str, known: Mapping[str, str], base: type[T], *, what: str,
 
     A module that is given itself may be in the current folder. `what` and `plural` say in error messages what the
     classes are. Raises SettingsError if the name is unknown, or if the class cannot be imported or is not a subclass of
-    `base`; MissingModuleError if there is no such module or package.
+    `base`; MissingClassError if there is no such module or class.
     """
     place = name if ":" in name else known.get(name)
     if place is None:
-        raise SettingsError(f"there is no {what} {name!r}; {plural} are {', '.join(sorted(known))}")
+        raise SettingsError(
+            f"there is no {what} {name!r}; {plural} are {', '.join(sorted(known))}. Install the package of one of your "
+            "own, or name its class as module:Class"
+        )
     package = place.partition(":")[0].partition(".")[0]
     try:
         if ":" in name and find_spec(package) is None:
@@ -45,11 +48,13 @@ def load_class(name: str, known: Mapping[str, str], base: type[T], *, what: str,
     except ModuleNotFoundError as error:
         if error.name != package:
             raise SettingsError(f"{what} {name!r}: cannot load {place}: {error}") from None
-        raise MissingModuleError(
+        raise MissingClassError(
             f"{what} {name!r}: cannot load {place}: {error}; run the command in the folder that has it, set PYTHONPATH "
             "to that folder, or install its package"
         ) from None
     except (ImportError, AttributeError, ValueError) as error:
+        if isinstance(error, AttributeError) and getattr(error.obj, "__name__", "") == place.partition(":")[0]:
+            raise MissingClassError(f"{what} {name!r}: {error}") from None
         raise SettingsError(f"{what} {name!r}: cannot load {place}: {error}") from None
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise SettingsError(f"{what} {name!r}: {place} is not a subclass of {base.__name__}")

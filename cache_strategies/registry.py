@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from cache_strategies.base import INTERFACE_VERSION, CacheSetup, KVCache, Options
 from cache_strategies.memory import Bounds, Memory
-from cache_strategies.plugins import MissingModuleError, list_plugins, load_class
+from cache_strategies.plugins import MissingClassError, list_plugins, load_class
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.settings import StrategySettings
@@ -67,7 +67,7 @@ def load_kind(kind: str) -> type[KVCache]:
     known = BUILTIN if is_builtin or ":" in kind else list_kinds()  # which reads a file of every installed package
     try:
         cls = load_class(kind, known, KVCache, what="cache strategy kind", plural="kinds")  # type: ignore[type-abstract]
-    except MissingModuleError:
+    except MissingClassError:
         raise
     except SettingsError as error:
         hint = f"; if it is written for an earlier version of the interface, {HOW_TO_CHANGE}"

@@ -227,7 +227,7 @@ PROMISES: Sequence[Promise[StrategyTrial]] = (
     ),
     Promise(
         "counts dropped tokens",
-        "count_dropped_tokens() is the number of keys that the next token would use, but does not see",
+        "what follows from count_visible() is the number of keys that the next token would use, but does not see",
         check_dropped_count,
     ),
     Promise(

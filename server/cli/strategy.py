@@ -31,8 +31,8 @@ The same as tests: pytest -p plugin_kit.pytest_plugin --pyargs plugin_kit --kvmu
 """
 
 NEW_DESCRIPTION = """\
-Writes a package into a new folder: one class, which keeps all its promises, an entry point, tests and a README.
-The name is that of the package and of its kind, such as my_cache."""
+Writes a package into a new folder: one class, which keeps all its promises, an entry point, tests and a README. The
+name is that of the package and of its kind, such as my_cache; the folder is then my-cache."""
 
 
 def add_strategy(commands: Commands) -> None:

@@ -85,7 +85,7 @@ def test_checks_that_prove_little_are_told() -> None:
     [
         ("my_cache", "'my_cache' is not a class as MODULE:CLASS"),
         ("keydiff", "not a class as MODULE:CLASS, such as cache_strategies.scorers.keydiff:KeyDiff"),
-        ("no_such_module:MyCache", "run the command in the folder that has it, or install its package"),
+        ("no_such_module:MyCache", "run the command in the folder that has it, set PYTHONPATH to that"),
         (f"{STRATEGIES}:MyCache", "has no class MyCache"),
         ("pathlib:Path", "is neither a strategy nor a scorer"),
         (f"{STRATEGIES}:NotFinished", "NotFinished does not define locate, sizes, which"),

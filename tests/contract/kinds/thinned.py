@@ -84,7 +84,7 @@ class ThinnedSequence(SingleBlockSequence):
             cache.setup.ops.copy_tokens(cache.store, layer, src, dst)
             self.num_moved = layer + 1
         self.kept, self.boundary, self.num_moved = [positions[i] for i in stay], self.length, 0
-        return True
+        return len(stay) < len(positions)
 
 
 class ThinnedCache(SingleBlockCache[ThinnedSequence]):
