@@ -54,7 +54,7 @@ def load_class(name: str, known: Mapping[str, str], base: type[T], *, what: str,
         ) from None
     except (ImportError, AttributeError, ValueError) as error:
         if isinstance(error, AttributeError) and getattr(error.obj, "__name__", "") == place.partition(":")[0]:
-            raise MissingClassError(f"{what} {name!r}: {error}") from None
+            raise MissingClassError(f"{what} {name!r}: cannot load {place}: {error}") from None
         raise SettingsError(f"{what} {name!r}: cannot load {place}: {error}") from None
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise SettingsError(f"{what} {name!r}: {place} is not a subclass of {base.__name__}")
