@@ -3,118 +3,27 @@
 `Memory` keeps the books. An instance has a floor (bytes that are reserved for it) and a limit (the most that it may
 hold); both can change while the server runs, without copying anything. What is idle in one instance is evicted for
 another. An instance takes regions: blocks of one size each, as many as it needs. Where blocks lie is not known here:
-address_ranges.py and one_tensor.py place them. Knows neither layers nor tokens.
+spaces.py places them. Knows neither layers nor tokens.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from cache_strategies.address_ranges import AddressRanges, can_reserve_addresses, read_available_memory
-from cache_strategies.one_tensor import OneTensor
+from cache_strategies.address_ranges import read_available_memory
+from cache_strategies.spaces import PinnedBlocks, Space, find_space
 from cache_strategies.types import Sizes
 
 log = logging.getLogger(__name__)
 
 RECOVERY_SECONDS = 10.0  # seconds after the system lacked memory until it is asked again
-
-
-# -------------------------------------------------------------------- where blocks lie
-class Placement(Protocol):
-    """Where the blocks of one region lie. A block has one or more pages; its number is that of the first."""
-
-    @property
-    def memory(self) -> Tensor:
-        """Return the memory of all pages, [pages * page_bytes] uint8."""
-        ...
-
-    @property
-    def pages(self) -> int: ...
-
-    @property
-    def page_bytes(self) -> int: ...
-
-    @property
-    def num_used(self) -> int:
-        """Return the number of blocks in use."""
-        ...
-
-    @property
-    def extent(self) -> int:
-        """Return the number of pages up to the last one that was ever used."""
-        ...
-
-    def take(self, count: int) -> list[int] | None:
-        """Return the numbers of unused blocks, which are in use now; None if they do not fit between other blocks.
-
-        Raises MemoryError if the operating system has not enough memory.
-        """
-        ...
-
-    def give(self, blocks: Iterable[int]) -> None:
-        """Take back blocks. Raises ValueError for one that is not in use."""
-        ...
-
-    def list_used(self) -> list[int]:
-        """Return the numbers of all blocks in use, ascending."""
-        ...
-
-    def close(self) -> None:
-        """Give back all memory. No block is used any more."""
-        ...
-
-
-class PinnedBlocks(NamedTuple):
-    """Pinned blocks of one region, whose memory has pages of its own or shares them with other regions."""
-
-    blocks: Collection[int]  # numbers of their first pages
-    num_pages: int  # of a block
-
-
-class Space(Protocol):
-    """The memory in which regions lie."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def warm_bytes(self) -> int:
-        """Return the bytes that the operating system has provided, whether or not they are in use."""
-        ...
-
-    def round_block(self, block_bytes: int) -> int:
-        """Return the bytes that a block of `block_bytes` bytes takes."""
-        ...
-
-    def place(self, block_bytes: int) -> Placement: ...
-
-    def warm_up(self, num_bytes: int) -> None:
-        """Take memory from the operating system until there are so many bytes. Raises MemoryError if it has less."""
-        ...
-
-    def can_grow(self) -> bool:
-        """Return whether the operating system seems to have memory again, after it had not enough."""
-        ...
-
-    def count_usable_bytes(self, block_bytes: int, pinned: Sequence[PinnedBlocks]) -> int:
-        """Return how many bytes blocks of a size could fill if no block but the pinned ones was in use."""
-        ...
-
-
-def find_space(device: torch.device | str) -> type[AddressRanges] | type[OneTensor]:
-    """Return the type of space for a device.
-
-    On Linux, the memory of a CPU is provided by the system as blocks are used. Elsewhere, and where the system refuses
-    to reserve addresses, all of it is allocated at once.
-    """
-    return AddressRanges if torch.device(device).type == "cpu" and can_reserve_addresses() else OneTensor
 
 
 def make_memory(

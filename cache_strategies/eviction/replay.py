@@ -18,9 +18,10 @@ import torch
 from cache_strategies.base import CacheSetup, Rows
 from cache_strategies.eviction import list_policies, load_policy
 from cache_strategies.eviction.optimum import compute_max_hits, count_distinct_blocks, make_visits
-from cache_strategies.memory import find_space, make_memory
+from cache_strategies.memory import make_memory
 from cache_strategies.paged.base import PagedOptions
 from cache_strategies.paged.cache import PagedCache, PagedSequence
+from cache_strategies.spaces import find_space
 from cache_strategies.types import Geometry, Text
 from config.errors import SettingsError
 from config.quantities import parse_share_flag

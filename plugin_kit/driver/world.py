@@ -10,8 +10,9 @@ from cache_strategies import registry
 from cache_strategies.address_ranges import AddressRanges
 from cache_strategies.base import KVCache
 from cache_strategies.features import SelfChecking
-from cache_strategies.memory import Memory, find_space
+from cache_strategies.memory import Memory
 from cache_strategies.one_tensor import OneTensor
+from cache_strategies.spaces import find_space
 from cache_strategies.types import Geometry, Sizes, Text
 from config.settings import StrategySettings
 from kernels.ops import Ops

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cache_strategies import registry
-from cache_strategies.memory import find_space
+from cache_strategies.spaces import find_space
 from cache_strategies.types import EVERYTHING, NO_SALT, Salt, SaltScope
 from kernels.types import LayerSpec
 from plugin_kit.driver.history import LAYERS, History, geometry_of

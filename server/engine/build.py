@@ -17,8 +17,9 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.base import KVCache
-from cache_strategies.memory import Memory, find_space, make_memory
+from cache_strategies.memory import Memory, make_memory
 from cache_strategies.registry import DeclaredInstance
+from cache_strategies.spaces import find_space
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.settings import Settings

@@ -13,8 +13,9 @@ from cache_strategies.base import KVCache, KVSequence, Rows
 from cache_strategies.block_table import BlockTableCache, TableSequence
 from cache_strategies.contiguous import ContiguousCache
 from cache_strategies.features import Gathering, SelfChecking
-from cache_strategies.memory import find_space, make_memory
+from cache_strategies.memory import make_memory
 from cache_strategies.paged.cache import PagedCache, PagedSequence
+from cache_strategies.spaces import find_space
 from cache_strategies.types import NO_SALT, Geometry, Salt, Text, count_reusable_tokens
 from config.settings import StrategySettings
 from kernels.types import LayerSpec

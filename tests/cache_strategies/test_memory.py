@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cache_strategies.address_ranges import AddressRanges, can_reserve_addresses
-from cache_strategies.memory import Bounds, Memory, Region, find_space
+from cache_strategies.memory import Bounds, Memory, Region
 from cache_strategies.one_tensor import OneTensor
+from cache_strategies.spaces import find_space
 from cache_strategies.types import Sizes
 
 BLOCK = 4096  # bytes of a block, which it takes in both spaces

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache_strategies.memory import PinnedBlocks
 from cache_strategies.one_tensor import LARGE_BLOCK, PAGE_BYTES, OneTensor
+from cache_strategies.spaces import PinnedBlocks
 
 
 def tensor_of(pages: int) -> OneTensor:

@@ -12,7 +12,7 @@ import torch
 from cache_strategies import plugins, registry
 from cache_strategies.base import KVCache
 from cache_strategies.contiguous import ContiguousCache
-from cache_strategies.memory import find_space, make_memory
+from cache_strategies.memory import make_memory
 from cache_strategies.registry import (
     build_caches,
     compute_least_bytes,
@@ -21,6 +21,7 @@ from cache_strategies.registry import (
     load_kind,
     resolve_instances,
 )
+from cache_strategies.spaces import find_space
 from cache_strategies.types import Geometry, Text
 from config.errors import SettingsError
 from config.settings import StrategySettings, default_strategies

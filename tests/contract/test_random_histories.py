@@ -11,8 +11,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from cache_strategies import registry
 from cache_strategies.address_ranges import AddressRanges
 from cache_strategies.eviction import list_policies
-from cache_strategies.memory import find_space
 from cache_strategies.one_tensor import OneTensor
+from cache_strategies.spaces import find_space
 from config.settings import StrategySettings
 from kernels.backends import REFERENCE
 from kernels.types import LayerSpec

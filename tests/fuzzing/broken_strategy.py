@@ -12,8 +12,8 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from cache_strategies import registry
-from cache_strategies.memory import find_space
 from cache_strategies.paged.cache import PagedCache, PagedSequence
+from cache_strategies.spaces import find_space
 from cache_strategies.types import NO_SALT, Text
 from plugin_kit.driver.history import LAYERS
 from tests.contract.test_random_histories import instance, machine_of

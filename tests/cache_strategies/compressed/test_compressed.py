@@ -14,10 +14,10 @@ from torch import Tensor
 from cache_strategies import registry
 from cache_strategies.compressed.cache import CompressedCache
 from cache_strategies.compressed.selection import share_budget
-from cache_strategies.memory import find_space
 from cache_strategies.scorers import BUILTIN
 from cache_strategies.scorers.base import Past
 from cache_strategies.scorers.knorm import KNorm
+from cache_strategies.spaces import find_space
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.settings import StrategySettings

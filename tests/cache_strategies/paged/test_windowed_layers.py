@@ -10,8 +10,9 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.base import KVSequence, Rows
-from cache_strategies.memory import find_space, make_memory
+from cache_strategies.memory import make_memory
 from cache_strategies.paged.cache import PagedCache, PagedSequence
+from cache_strategies.spaces import find_space
 from cache_strategies.types import NO_SALT, Geometry
 from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from cache_strategies import memory
+from cache_strategies import spaces
 from cache_strategies.memory import Region
 from cache_strategies.types import BlockInfo, BlockState
 from server.engine.admin import run_command
@@ -52,7 +52,7 @@ class FaultyCache(FaultyPagedCache):
 def space(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the regions lie in ranges of their own, or between the blocks of each other."""
     if request.param == "one tensor":
-        monkeypatch.setattr(memory, "can_reserve_addresses", lambda: False)
+        monkeypatch.setattr(spaces, "can_reserve_addresses", lambda: False)
 
 
 def busy(tiny: Path, fault: str | None = None) -> Driver:

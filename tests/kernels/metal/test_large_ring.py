@@ -9,7 +9,8 @@ from torch import Tensor
 from cache_strategies import registry
 from cache_strategies.base import KVCache, KVSequence, Rows
 from cache_strategies.block_table import BlockTableCache
-from cache_strategies.memory import find_space, make_memory
+from cache_strategies.memory import make_memory
+from cache_strategies.spaces import find_space
 from cache_strategies.types import Geometry, Text
 from config.settings import StrategySettings
 from kernels.metal.backend import MetalOps

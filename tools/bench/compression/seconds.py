@@ -24,9 +24,10 @@ from cache_strategies import registry
 from cache_strategies.base import Rows
 from cache_strategies.compressed.cache import CompressedCache, CompressedSequence
 from cache_strategies.compressed.options import make_scorer
-from cache_strategies.memory import find_space, make_memory
+from cache_strategies.memory import make_memory
 from cache_strategies.scorers import list_scorers
 from cache_strategies.scorers.base import Past, Scorer
+from cache_strategies.spaces import find_space
 from cache_strategies.types import Geometry, Text
 from config.errors import SettingsError
 from config.settings import StrategySettings

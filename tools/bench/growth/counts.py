@@ -11,7 +11,8 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.base import KVCache, Rows
-from cache_strategies.memory import find_space, make_memory
+from cache_strategies.memory import make_memory
+from cache_strategies.spaces import find_space
 from cache_strategies.types import Geometry, Text
 from config.settings import load_settings
 from kernels.ops import Ops
