@@ -9,6 +9,7 @@ spaces.py places them. Knows neither layers nor tokens.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,10 +43,10 @@ class Region:
 
     def __init__(self, memory: Memory, owner: str, block_bytes: int, what: str) -> None:
         self.owner = owner  # name of the instance
-        self.block_bytes = block_bytes  # that were asked for
+        self.block_bytes = operator.index(block_bytes)  # that were asked for, maybe as an integer of numpy
         self.what = what  # is kept in it, in words
-        self.placement = memory.space.place(block_bytes)
-        self.size = memory.space.round_block(block_bytes)  # bytes that a block takes
+        self.placement = memory.space.place(self.block_bytes)
+        self.size = memory.space.round_block(self.block_bytes)  # bytes that a block takes
         self.num_held = 0  # blocks that are allocated
         self._memory = memory
 
@@ -65,8 +66,11 @@ class Region:
     def allocate(self, count: int = 1) -> list[int] | None:
         """Allocate blocks, evicting idle ones of any instance if needed; None if there is not enough memory for all.
 
-        What was in a block before may still be there.
+        What was in a block before may still be there. Raises ValueError for a negative number of blocks.
         """
+        count = operator.index(count)
+        if count < 0:
+            raise ValueError(f"{count} blocks cannot be allocated")
         return self._memory.allocate(self, count)
 
     def release(self, blocks: Collection[int]) -> None:

@@ -181,7 +181,7 @@ class Instance:
 
     def mark_spoiled(self, sequence: KVSequence) -> None:
         """Keep others from reusing NaN; called before close()."""
-        sequence.spoiled = True
+        self._attempt("close", lambda: setattr(sequence, "spoiled", True), None)
 
     def read_length(self, sequence: KVSequence, known: int) -> int:
         """Return the length of a sequence of which no row was committed; called under a guard.
@@ -292,7 +292,8 @@ class Instance:
         """Let the strategy locate rows after `lengths` tokens; what plug-ins say is checked. Raises StrategyError."""
         with self.guard["locate"]:
             locations, tap = self.strategy.locate(rows)
-            positions = [length - each.shift for length, each in zip(lengths, rows.sequences, strict=True)]
+            starts = zip(lengths, rows.sequences, strict=True)
+            positions = [operator.index(length - each.shift) for length, each in starts]
             located = LocatedRows(rows, locations, tap, positions)
             if self._is_plugin:
                 self._check_located(located)

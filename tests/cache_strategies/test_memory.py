@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -534,3 +535,24 @@ TestMemoryHistory: Callable[[], None] = MemoryHistory.TestCase
 TestMemoryHistory.settings = settings(max_examples=60, stateful_step_count=40)
 TestOneTensorHistory: Callable[[], None] = OneTensorHistory.TestCase
 TestOneTensorHistory.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+@spaces
+def test_a_negative_number_of_blocks_is_refused_and_changes_no_books(space: Space) -> None:
+    memory = memory_of(8, space)
+    owner = Owner(memory, "a")
+    owner.allocate(2)
+    with pytest.raises(ValueError, match="-3 blocks cannot be allocated"):
+        owner.allocate(-3)
+    memory.check_integrity()
+    assert memory.free_bytes == 6 * BLOCK
+
+
+@spaces
+def test_books_stay_plain_ints_when_sizes_and_numbers_are_those_of_numpy(space: Space) -> None:
+    """Reports in JSON could not hold others, and the engine would end."""
+    memory = memory_of(8, space)
+    own = memory.add_instance("a")
+    region = own.region(np.int64(BLOCK))  # type: ignore[arg-type]
+    region.allocate(np.int64(2))  # type: ignore[arg-type]
+    assert [type(each) for each in (memory.held_bytes, own.held_bytes, region.size)] == [int] * 3

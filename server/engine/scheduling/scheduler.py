@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cache_strategies.errors import StrategyError
 from server.engine.ipc.messages import Speculation
+from server.engine.isolation.checks import describe
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.step import PartialStep, RequestFailure, Schedule
 from server.records import WaitReason
@@ -430,11 +431,14 @@ def _choose_row_length(request: Request, budget: int) -> int:
 
 def limit_row(sequence: KVSequence, length: int, num_tokens: int) -> int:
     """Return how many of `num_tokens` tokens after `length` the next row may have; called under a guard."""
-    if sequence.stop is None:
+    stop = sequence.stop
+    if stop is None:
         return num_tokens
-    if sequence.stop <= length:
-        raise ValueError(f"a sequence of {length} tokens has stop={sequence.stop}")
-    return min(sequence.stop - length, num_tokens)
+    if type(stop) is not int:  # else what is left of the step's budget, for all strategies, would be of that type
+        raise TypeError(f"a sequence of {length} tokens has stop={describe(stop)}, not an int")
+    if stop <= length:
+        raise ValueError(f"a sequence of {length} tokens has stop={stop}")
+    return min(stop - length, num_tokens)
 
 
 def has_room(sequence: KVSequence, length: int, num_tokens: int) -> bool:

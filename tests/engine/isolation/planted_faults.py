@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from cache_strategies.base import KVCache, KVSequence, Locations
@@ -225,6 +226,17 @@ def _plant_foreign_blocks(cache: KVCache) -> None:
     with_location(change)(cache)
 
 
+def _plant_negative_allocation(cache: KVCache) -> None:
+    """Plant a fault: open() allocates -3 blocks, as one does who subtracts what is there from what is needed."""
+    right = cache.open
+
+    def open_sequence(text: Any) -> Any:
+        cache.setup.memory.regions[0].allocate(-3)
+        return right(text)
+
+    cache.open = _name(open_sequence, "open")  # type: ignore[method-assign]
+
+
 def with_property(name: str, read: Callable[[Any], Any]) -> Plant:
     """Return a fault: a property has the value that `read` returns for the cache."""
 
@@ -309,6 +321,21 @@ def _poison_keys(cache: KVCache) -> None:
     _change(cache, "commit", make)
 
 
+def _plant_unspoilable(cache: KVCache) -> None:
+    """Plant a fault: keys become NaN, and sequences do not let it be noted that they are spoiled."""
+    _poison_keys(cache)
+    right: Any = cache.open
+
+    def open_sequence(text: Any) -> Any:
+        opened = right(text)
+        if opened is not None:
+            cls = type(opened)
+            opened.__class__ = type(cls.__name__, (cls,), {"spoiled": property(lambda self: False)})
+        return opened
+
+    cache.open = open_sequence  # type: ignore[method-assign]
+
+
 def _any(value: Any) -> Any:
     """Return a value of a wrong type."""
     return value
@@ -335,6 +362,7 @@ FAULTS: Mapping[str, Fault] = {
     "ready recurs for ever": Fault("ready", replaced("ready", _recur)),
     "commit raises an error without a text": Fault("commit", raising("commit", Unprintable)),
     "ready returns an object without a text": Fault("ready", returning("ready", Unprintable()), "own"),
+    "open allocates fewer blocks than none": Fault("open", _plant_negative_allocation),
     "open returns an object": Fault("open", returning("open", object())),
     "open returns a sequence without a hash": Fault("reserve", returning("open", lambda _: UnhashableSequence())),
     "open returns a class": Fault("open", returning("open", type)),
@@ -352,6 +380,8 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "stop is 0": Fault("stop", with_field("stop", 0)),
     "stop is a word": Fault("stop", with_field("stop", "there")),
+    "stop is a fraction": Fault("stop", with_field("stop", lambda sequence: sequence.length + 8.0)),
+    "stop is a number of numpy": Fault("stop", with_field("stop", lambda sequence: np.int64(sequence.length + 8))),
     "stop raises": Fault("schedule", with_field("stop", _fail_at)),
     "room is a word": Fault("open", with_field("room", "much")),
     "compact shortens the text": Fault("compact", changing_sequence("compact", length=lambda n: n - 1), "own"),
@@ -363,6 +393,7 @@ FAULTS: Mapping[str, Fault] = {
     "a position beyond those of the model": Fault("locate", with_field("shift", -(10**6))),
     "a position that is a tensor": Fault("locate", with_field("shift", torch.tensor(0)), "own"),
     "a position that is no number": Fault("locate", with_field("shift", None)),
+    "a position that is a fraction": Fault("locate", with_field("shift", 0.0)),
     "a position that raises": Fault("locate", with_field("shift", _fail_at)),
     "locate returns a word": Fault("locate", returning("locate", "there")),
     "locate forgets the layers": Fault("locate", changing_locations(lambda found: found._replace(by_layer=()))),
@@ -407,6 +438,7 @@ FAULTS: Mapping[str, Fault] = {
         f"{name} raises": Fault(name, raising(name), "quiet")
         for name in ("close", "poll", "usage", "blocks", "collect_block_events", "budget")
     },
+    "spoiled cannot be set": Fault("close", _plant_unspoilable, "quiet"),
     "idle_bytes raises": Fault("idle_bytes", with_property("idle_bytes", _fail), "quiet"),
     "count_visible raises": Fault("count_visible", raising("count_visible"), "own"),
     "poll ends the process": Fault("poll", raising("poll", SystemExit), "quiet"),
