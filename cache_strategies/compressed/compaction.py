@@ -65,11 +65,13 @@ class Compactor:
         """Drop the keys of a sequence at a boundary that exceed the budgets; return whether there are any."""
         if sequence.move is None:
             sequence.move = self._choose(sequence)
-        self._move(sequence.move)
-        selections = sequence.move.selections
-        for number, selection in enumerate(selections):
-            self._finish(sequence, number, selection)
-        sequence.states, sequence.state_bytes = sequence.move.states, count_state_bytes(sequence.move.states)
+        move = sequence.move
+        self._move(move)
+        selections = move.selections
+        for number in range(move.num_finished, len(selections)):
+            self._finish(sequence, number, selections[number])
+            move.num_finished = number + 1
+        sequence.states, sequence.state_bytes = move.states, count_state_bytes(move.states)
         sequence.boundary, sequence.move = sequence.length, None
         return any(selection is not None for selection in selections)
 

@@ -67,6 +67,7 @@ class Move:
     selections: Sequence[Selection | None]  # by group; None: all keys stay
     states: States  # what the scorer remembers then
     num_moved: int = 0  # layers
+    num_finished: int = 0  # groups whose positions and counts are those after it
 
 
 class TappedQueries(NamedTuple):

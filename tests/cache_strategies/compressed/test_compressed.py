@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from cache_strategies import registry
-from cache_strategies.compressed.cache import CompressedCache
+from cache_strategies.compressed.cache import CompressedCache, CompressedSequence
 from cache_strategies.compressed.selection import share_budget
+from cache_strategies.compressed.state import KeptTokens
 from cache_strategies.scorers import BUILTIN
 from cache_strategies.scorers.base import Past
 from cache_strategies.scorers.knorm import KNorm
@@ -299,6 +301,35 @@ def test_a_compaction_that_fails_in_any_layer_is_repeated_and_changes_nothing(ph
         found.append(keys)
     for mine, theirs in zip(*found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("calls", range(4))
+def test_a_compaction_that_fails_as_its_books_are_kept_is_repeated(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of layers that is done when another one fails must not count its new keys twice."""
+    failing, list_positions = Failing(), KeptTokens.list_positions
+
+    def fail_at_times(kept: KeptTokens, first_new: int, end: int) -> list[Tensor]:
+        failing.count()
+        return list_positions(kept, first_new, end)
+
+    monkeypatch.setattr(KeptTokens, "list_positions", fail_at_times)
+    world = make_world(scorer="knorm", budget=24, every=8, recent=3, by_layer="pyramid")
+    reading = world.open("it", random_text(1, 40, LAYERS))
+    for _ in range(4):  # at the first boundary all keys stay
+        work = reading.work(8)
+        batch = Batch([work])
+        attend(batch, [(reading, 8)])
+        reading.sequence.commit(work.tokens)
+        failing.calls_left = calls
+        with suppress(RuntimeError):
+            reading.sequence.compact()
+        failing.calls_left = -1
+        reading.sequence.compact()
+        world.check_integrity()
+        assert isinstance(reading.sequence, CompressedSequence)
+        assert all(kept.counts == [kept.positions.shape[2]] for kept in reading.sequence.groups)
+    for _ in read(reading, 40):  # which compares the keys with those of the text
+        pass
 
 
 def test_scores_of_a_wrong_shape_are_an_error_that_names_the_scorer() -> None:
