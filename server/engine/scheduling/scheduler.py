@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cache_strategies.errors import StrategyError
 from server.engine.ipc.messages import Speculation
-from server.engine.isolation.checks import describe
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.step import PartialStep, RequestFailure, Schedule
 from server.records import WaitReason
@@ -435,7 +434,7 @@ def limit_row(sequence: KVSequence, length: int, num_tokens: int) -> int:
     if stop is None:
         return num_tokens
     if type(stop) is not int:  # else what is left of the step's budget, for all strategies, would be of that type
-        raise TypeError(f"a sequence of {length} tokens has stop={describe(stop)}, not an int")
+        raise TypeError(f"a sequence of {length} tokens has a {type(stop).__name__} as its stop, not an int")
     if stop <= length:
         raise ValueError(f"a sequence of {length} tokens has stop={stop}")
     return min(stop - length, num_tokens)
