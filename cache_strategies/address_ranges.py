@@ -121,7 +121,14 @@ class AddressRanges:
             raise MemoryError(f"the system has no {size} bytes of memory for a block")
         while self._allowed < size:
             self._cool_one()
-        placed.touch(chunk)
+        while True:
+            try:
+                placed.touch(chunk)
+                break
+            except MemoryError:  # although some seemed to be free
+                if not self._unused:
+                    raise
+                self._cool_one()
         self.warm_bytes += size
         self._allowed -= size
 

@@ -261,11 +261,11 @@ class Memory:
         has_room = self._count_lacking(share, size) <= 0 or size <= self.count_available_bytes(region.owner)
         while has_room:
             if self._count_lacking(share, size) <= 0:
+                blocks = None
                 try:
                     blocks = region.placement.take(count)
-                except MemoryError:
+                except MemoryError:  # what is free, if anything, is scattered among blocks in use
                     self._lower_total()
-                    continue
                 if blocks is not None:
                     share.held, self.held_bytes = share.held + size, self.held_bytes + size
                     region.num_held += count

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cache_strategies.address_ranges import AddressRanges, can_reserve_addresses
+from cache_strategies.address_ranges import AddressRange, AddressRanges, can_reserve_addresses
 from cache_strategies.memory import Bounds, Memory, Region
 from cache_strategies.one_tensor import OneTensor
 from cache_strategies.spaces import find_space
@@ -430,6 +430,57 @@ def test_where_the_system_lacks_memory_the_longest_sequences_keep_their_room() -
     assert a.allocate() is None
     assert [memory.get_share(each.name) for each in (a, b)] == [(0, 5 * BLOCK), (0, 4 * BLOCK)]
     assert [memory.get_capacity(each.name) for each in (a, b)] == [5 * BLOCK, 4 * BLOCK]
+
+
+@pytest.mark.skipif(AddressRanges not in SPACES, reason="all memory is allocated at once")
+def test_where_the_system_lacks_memory_that_lies_free_between_small_blocks_a_large_one_is_refused_at_once() -> None:
+    """Not after the total was lowered byte by byte."""
+    left, num_looks = 1 << 40, 0
+
+    def look() -> int:
+        nonlocal num_looks
+        num_looks += 1
+        assert num_looks < 20, "it looks again and again"
+        return left
+
+    memory = Memory(128 << 20, AddressRanges(128 << 20, "cpu", look))
+    region, other = memory.add_instance("a").region(64), memory.add_instance("b").region(128 << 10)
+    small = region.allocate(64 * 64)
+    assert small is not None
+    region.release([block for block in small if block % 64])  # one stays in each page of the system
+    filling = other.allocate(510)  # up to the next look
+    assert filling is not None
+    left = 0
+    assert other.allocate() is None
+    assert memory.num_refusals == 1
+    assert memory.total_bytes - memory.held_bytes == 64 * (4096 - 64)
+    memory.check_integrity()
+
+
+@pytest.mark.skipif(AddressRanges not in SPACES, reason="all memory is allocated at once")
+def test_where_the_system_refuses_memory_that_seemed_free_what_is_unused_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = memory_of(8)
+    a, b = (Owner(memory, name) for name in "ab")
+    a.allocate(2)
+    a.give()
+    touch, num_refused = AddressRange.touch, 0
+
+    def refuse_beyond(placed: AddressRange, chunk: int) -> None:
+        nonlocal num_refused
+        if memory.space.warm_bytes >= 2 * BLOCK:
+            num_refused += 1
+            assert num_refused < 20, "it asks again and again"
+            raise MemoryError("planted")
+        touch(placed, chunk)
+
+    monkeypatch.setattr(AddressRange, "touch", refuse_beyond)
+    assert b.allocate() is not None
+    assert memory.total_bytes == 8 * BLOCK
+    assert b.allocate() is None
+    assert memory.total_bytes == 2 * BLOCK
+    memory.check_integrity()
 
 
 # ---------------------------------------------------------------- any history
