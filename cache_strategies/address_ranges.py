@@ -189,9 +189,9 @@ class AddressRange:
         self._is_used = bytearray()
         self._is_warm = bytearray()  # by chunk
         self._used_by_chunk = array("i")  # number of its blocks in use
-        # Numbers of unused blocks, lowest first. They may have some that are in use or have lost their memory since
+        # Numbers of unused blocks, lowest first; some may be in use or have lost their memory since
         self._warm_blocks: list[int] = []
-        self._cold_blocks: list[int] = []
+        self._cold_blocks: list[int] = []  # the first one of each chunk without memory
 
     def take(self, count: int) -> list[int]:
         """Return unused blocks, which are in use now. Raises MemoryError if the system has not enough memory."""
@@ -238,8 +238,6 @@ class AddressRange:
         self._is_used += bytes(self._chunk_blocks)
         self._is_warm.append(False)
         self._used_by_chunk.append(0)
-        for block in range(first + 1, self.extent):
-            heappush(self._cold_blocks, block)
         return first
 
     def _set_warm(self, chunk: int) -> None:
@@ -286,9 +284,7 @@ class AddressRange:
         """Give the memory of a chunk back to the system; its blocks read as zeros."""
         self._is_warm[chunk] = False
         self._mapping.madvise(mmap.MADV_DONTNEED, chunk * self.chunk_bytes, self.chunk_bytes)
-        first = chunk * self._chunk_blocks
-        for block in range(first, first + self._chunk_blocks):
-            heappush(self._cold_blocks, block)
+        heappush(self._cold_blocks, chunk * self._chunk_blocks)
 
     def warm_next(self) -> bool:
         """Take the memory of a chunk that was never used; return whether there was one."""

@@ -223,3 +223,12 @@ print(psutil.Process().memory_info().rss - before < {80 * MIB})
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.stdout, ended.stderr) == ("True\n", "")
+
+
+def test_what_is_noted_of_unused_blocks_does_not_grow_as_memory_moves_to_and_fro() -> None:
+    ranges = AddressRanges(1 << 20, "cpu", lambda: 1 << 60)
+    small, large = ranges.place(64), ranges.place(1 << 20)
+    for _ in range(50):
+        small.give(small.take(1))
+        large.give(large.take(1))
+    assert len(small._cold_blocks) + len(small._warm_blocks) <= 2 * 64
