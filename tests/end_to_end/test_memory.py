@@ -11,12 +11,12 @@ STRATEGIES = ("contiguous", "paged", "sliding_window")
 STATES = ("held", "warm", "cold")
 
 
-def generate(server: Server, tokens: int) -> None:
-    """Let each strategy generate as many tokens, all at once."""
-    asked = {"prompt": [5, 6, 7], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+def generate(server: Server, tokens: int, texts: int = 1) -> None:
+    """Let each strategy generate some texts of so many tokens, all at once."""
+    asked = {"prompt": [5, 6, 7], "max_tokens": tokens, "n": texts, "temperature": 0, "ignore_eos": True}
     with ThreadPoolExecutor() as pool:
         answers = list(pool.map(lambda strategy: server.complete(**asked, kv_cache=strategy), STRATEGIES))
-    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [tokens] * 3
+    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [texts * tokens] * 3
 
 
 def read_pool(server: Server) -> dict[str, float]:
@@ -31,7 +31,7 @@ def test_memory_is_taken_as_texts_need_it() -> None:
         size = sum(before.values())
         assert size == server.get("/v1/kv_cache").json()["memory"]["bytes"] == 256 * MIB
         assert before["cold"] > 0.9 * size
-        generate(server, 100)
+        generate(server, 100, texts=4)  # more than one of the longest text, whose memory is there from the start
         after = read_pool(server)
         assert sum(after.values()) == size
         assert after["cold"] < before["cold"]

@@ -433,12 +433,12 @@ FAULTS: Mapping[str, Fault] = {
     "attend writes NaN": Fault("attend", in_attend(_write_nan), "nan", hook=True),
     "attend is slow": Fault("attend", in_attend(_sleep), "none", hook=True),
     "keys become NaN": Fault("commit", _poison_keys, "nan"),
+    "keys become NaN and spoiled cannot be set": Fault("close", _plant_unspoilable, "nan"),
     # ---------------------------------------------------------------- calls that concern no single request
     **{
         f"{name} raises": Fault(name, raising(name), "quiet")
         for name in ("close", "poll", "usage", "blocks", "collect_block_events", "budget")
     },
-    "spoiled cannot be set": Fault("close", _plant_unspoilable, "quiet"),
     "idle_bytes raises": Fault("idle_bytes", with_property("idle_bytes", _fail), "quiet"),
     "count_visible raises": Fault("count_visible", raising("count_visible"), "own"),
     "poll ends the process": Fault("poll", raising("poll", SystemExit), "quiet"),

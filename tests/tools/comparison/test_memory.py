@@ -1,13 +1,12 @@
-"""What a comparison calls KV memory, with a real server and Prometheus, is the pages that running requests hold.
+"""What a comparison calls KV memory, with a real server and Prometheus, is the blocks that running requests hold.
 
-The blocks of a request are known, as its prompt and its answer end in the same block. Blocks of one strategy are
-padded, and what finished requests leave in the cache grows all the time: the first counts, the second does not.
+The blocks of a request are known, as its prompt and its answer end in the same block. What finished requests leave in
+the cache grows all the time, and does not count.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from tools.comparison.record import PLAN, Record
 
 PROMPT, ANSWER = 300, 16  # tokens: both end in the fifth block of 64, and in the eighth of 40
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # of the embedded model: layers, keys and values, KV heads, dimensions, float32
-PAGE = 40 * TOKEN_BYTES  # a block of 40, as that of 64 then wastes less than the other way round
 INSTANCES = """
 max_num_batched_tokens = 512
 [strategies.by_40]
@@ -34,7 +32,7 @@ kind = "contiguous"
 
 @pytest.mark.apart
 @pytest.mark.timeout(240)
-def test_memory_is_the_pages_of_the_blocks_of_running_requests(tmp_path: Path) -> None:
+def test_memory_is_the_blocks_of_running_requests(tmp_path: Path) -> None:
     tool("prometheus")
     file, out = tmp_path / "kvmux.toml", tmp_path / "comparison"
     file.write_text(INSTANCES)
@@ -48,10 +46,10 @@ def test_memory_is_the_pages_of_the_blocks_of_running_requests(tmp_path: Path) -
     memory = {cell.strategy: result.figures["kv_memory"].value for cell, result in record.results.items()}
     longest = PROMPT + ANSWER + 1  # max_seq_len
     assert memory == {
-        "by_40": 8 * PAGE,
-        "by_64": 5 * math.ceil(64 / 40) * PAGE,
-        "whole": math.ceil(longest / 40) * PAGE,
+        "by_40": 8 * 40 * TOKEN_BYTES,
+        "by_64": 5 * 64 * TOKEN_BYTES,
+        "whole": longest * TOKEN_BYTES,
     }
     idle = PROMPT // 2 // 64 * 64 * TOKEN_BYTES  # of a finished request, at least: what the next one does not share
     requests = min(result.requests for result in record.results.values())
-    assert requests * idle > 5 * PAGE, "what was idle would have been noticed"
+    assert requests * idle > longest * TOKEN_BYTES, "what was idle would have been noticed"
