@@ -95,6 +95,8 @@ class Instance:
         self._is_plugin = hasattr(strategy, "interface_version")  # then what it locates is checked before it is used
         self.forks = True  # whether its sequences can be forked; known once there is one
         self._polls = getattr(strategy.poll, "__func__", None) is not KVCache.poll
+        # Asked once: isinstance() of a protocol takes 20 us, and this is called after each step
+        self._block_counting = strategy if isinstance(strategy, BlockCounting) else None
         self.memory.set_owner(self.name, self)
 
     def rebuild(self, make: Callable[[], KVCache]) -> None:
@@ -442,8 +444,8 @@ class Instance:
         return info
 
     def collect_block_events(self) -> BlockEvents | None:
-        strategy = self.strategy
-        if not isinstance(strategy, BlockCounting):
+        strategy = self._block_counting
+        if strategy is None:
             return None
 
         def collect() -> BlockEvents | None:
