@@ -9,25 +9,14 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from cache_strategies.address_ranges import AddressRanges, can_reserve_addresses
 from cache_strategies.one_tensor import OneTensor
+from kernels.store import PagedMemory
 
 
-class Placement(Protocol):
+class Placement(PagedMemory, Protocol):
     """Where the blocks of one region lie. A block has one or more pages; its number is that of the first."""
-
-    @property
-    def memory(self) -> Tensor:
-        """Return the memory of all pages, [pages * page_bytes] uint8."""
-        ...
-
-    @property
-    def pages(self) -> int: ...
-
-    @property
-    def page_bytes(self) -> int: ...
 
     @property
     def num_used(self) -> int:

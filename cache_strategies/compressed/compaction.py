@@ -9,6 +9,7 @@ that failed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,24 +42,16 @@ class ScoredColumn(NamedTuple):
     states: Sequence[tuple[State, State]]
 
 
+@dataclass
 class Compactor:
     """Compacts the sequences of one cache."""
 
-    def __init__(
-        self,
-        setup: CacheSetup,
-        options: CompressedOptions,
-        memory: CompressedMemory,
-        budgets: Budgets,
-        scorer: Scorer,
-        queries: QueryBuffer | None,
-    ) -> None:
-        self._setup = setup
-        self._options = options
-        self._memory = memory
-        self._budgets = budgets
-        self._scorer = scorer
-        self._queries = queries
+    setup: CacheSetup
+    options: CompressedOptions
+    memory: CompressedMemory
+    budgets: Budgets
+    scorer: Scorer
+    queries: QueryBuffer | None
 
     @torch.inference_mode()
     def compact(self, sequence: CompressedState) -> bool:
@@ -78,24 +71,24 @@ class Compactor:
     # ---------------------------------------------------------------- which keys stay
     def _choose(self, sequence: CompressedState) -> Move:
         states = dict(sequence.states)
-        selections = [self._select(sequence, number, group, states) for number, group in enumerate(self._memory.groups)]
+        selections = [self._select(sequence, number, group, states) for number, group in enumerate(self.memory.groups)]
         return Move(selections, states)
 
     def _select(self, sequence: CompressedState, number: int, group: AddressGroup, states: States) -> Selection | None:
         """Return which keys of a group stay; None if all do. What the scorer remembers is replaced in `states`."""
         kept = sequence.groups[number]
-        budget = self._budgets.count_kept(group.layers[0], sequence.length)
+        budget = self.budgets.count_kept(group.layers[0], sequence.length)
         is_full = kept.exceeds(budget, sequence.num_new)
-        if not is_full and (group.window is not None or self._scorer.num_queries is not None):
+        if not is_full and (group.window is not None or self.scorer.num_queries is not None):
             return None
         positions = kept.list_positions(sequence.boundary, sequence.length)
         if group.window is not None:  # its next query sees the latest tokens
             total = positions[0].shape[2]
             latest = torch.arange(total - budget, total, device=positions[0].device)
             return self._make_selection(kept, positions, [latest.expand(*positions[0].shape[:2], -1)])
-        reader = PastReader(self._memory, self._queries, sequence, number, states)
+        reader = PastReader(self.memory, self.queries, sequence, number, states)
         columns = [self._score_column(reader, group, *each) for each in enumerate(positions)]
-        options = self._options
+        options = self.options
         scores = [
             protect(column.scores, each, sequence.length, options.sinks, options.recent)
             for column, each in zip(columns, positions, strict=True)
@@ -119,7 +112,7 @@ class Compactor:
 
     def _make_selection(self, kept: KeptTokens, positions: Sequence[Tensor], indices: Sequence[Tensor]) -> Selection:
         """Return the selection of the keys at these indices [layers, heads of the column, kept], by column."""
-        size, device = self._memory.block_size, self._setup.memory.device
+        size, device = self.memory.block_size, self.setup.memory.device
         src, dst = [], []
         for blocks, index in zip(kept.blocks, indices, strict=True):
             slots = (torch.tensor(blocks)[:, None] * size + torch.arange(size)).flatten().to(device)
@@ -137,11 +130,11 @@ class Compactor:
 
     def _score(self, past: Past) -> Tensor:
         """Return a layer's scores. Raises ValueError if the scorer returned something else."""
-        scores = self._scorer.score(past)
+        scores = self.scorer.score(past)
         if not isinstance(scores, Tensor) or scores.shape != past.positions.shape:
             found = list(scores.shape) if isinstance(scores, Tensor) else scores
             raise ValueError(
-                f"scorer {self._options.scorer!r} returned {found!r} instead of scores of shape "
+                f"scorer {self.options.scorer!r} returned {found!r} instead of scores of shape "
                 f"{list(past.positions.shape)}"
             )
         return scores
@@ -149,19 +142,19 @@ class Compactor:
     # ---------------------------------------------------------------- moving them
     def _move(self, move: Move) -> None:
         """Move the keys and values that stay, in the layers that are left to move."""
-        for layer in range(move.num_moved, len(self._memory.group_by_layer)):
-            number = self._memory.group_by_layer[layer]
+        for layer in range(move.num_moved, len(self.memory.group_by_layer)):
+            number = self.memory.group_by_layer[layer]
             selection = move.selections[number]
             if selection is not None:
-                src = selection.src[self._memory.groups[number].layers.index(layer)]
-                if self._memory.groups[number].split_heads:
+                src = selection.src[self.memory.groups[number].layers.index(layer)]
+                if self.memory.groups[number].split_heads:
                     src = src[:, 0]
-                self._move_layer(move, layer, self._memory.stores[number], src, selection.dst)
+                self._move_layer(move, layer, self.memory.stores[number], src, selection.dst)
             move.num_moved = layer + 1
 
     def _move_layer(self, move: Move, layer: int, store: KVStore, src: Tensor, dst: Tensor) -> None:
         """Move the keys and values of a layer from slots src to slots dst. If that raises, it is called once more."""
-        self._setup.ops.copy_tokens(store, layer, src, dst)
+        self.setup.ops.copy_tokens(store, layer, src, dst)
 
     def _finish(self, sequence: CompressedState, number: int, selection: Selection | None) -> None:
         """Free the blocks of a group that its keys no longer need."""
@@ -172,7 +165,7 @@ class Compactor:
             return
         kept.counts, kept.positions = list(selection.counts), selection.positions
         for column, count in enumerate(kept.counts):
-            self._memory.shrink(number, kept.blocks[column], count)
+            self.memory.shrink(number, kept.blocks[column], count)
 
 
 def _pad(positions: Sequence[Tensor]) -> Tensor:

@@ -13,14 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup
 from cache_strategies.compressed.addresses import AddressGroup
 from cache_strategies.compressed.compaction import Compactor
-from cache_strategies.compressed.memory import CompressedMemory
-from cache_strategies.compressed.options import Budgets, CompressedOptions
-from cache_strategies.compressed.queries import QueryBuffer
 from cache_strategies.compressed.state import CompressedState, Move, Selection, States
-from cache_strategies.scorers.base import Scorer
 from kernels.arguments import by_head
 from kernels.store import KVStore, Plane
 
@@ -33,26 +28,15 @@ class ShiftedMove(Move):
     rotated: Plane | None = None  # rotated keys [N, H, D] of a layer whose keys are moved, and not replaced yet
 
 
+@dataclass
 class StreamingCompactor(Compactor):
     """Compacts the sequences of one streaming cache."""
 
-    def __init__(
-        self,
-        setup: CacheSetup,
-        options: CompressedOptions,
-        memory: CompressedMemory,
-        budgets: Budgets,
-        scorer: Scorer,
-        queries: QueryBuffer | None,
-        max_kept: int,
-    ) -> None:
-        """Compact to at most `max_kept` tokens: sinks and window."""
-        super().__init__(setup, options, memory, budgets, scorer, queries)
-        self._max_kept = max_kept
+    max_kept: int  # tokens: sinks and window
 
     def _choose(self, sequence: CompressedState) -> ShiftedMove:
         move = super()._choose(sequence)
-        shift = sequence.length - sequence.shift - min(sequence.length, self._max_kept)
+        shift = sequence.length - sequence.shift - min(sequence.length, self.max_kept)
         return ShiftedMove(move.selections, move.states, shift=shift)
 
     def _select(self, sequence: CompressedState, number: int, group: AddressGroup, states: States) -> Selection | None:
@@ -62,12 +46,12 @@ class StreamingCompactor(Compactor):
         in a very long text neighbouring positions are the same number in float32.
         """
         kept = sequence.groups[number]
-        budget = self._budgets.count_kept(group.layers[0], sequence.length)
+        budget = self.budgets.count_kept(group.layers[0], sequence.length)
         if not kept.exceeds(budget, sequence.num_new):
             return None
         positions = kept.list_positions(sequence.boundary, sequence.length)
         total = positions[0].shape[2]
-        sinks = self._options.sinks if group.window is None else 0
+        sinks = self.options.sinks if group.window is None else 0
         stay = torch.cat((torch.arange(sinks), torch.arange(total - budget + sinks, total)))
         indices = stay.to(positions[0].device).expand(*positions[0].shape[:2], -1)
         return self._make_selection(kept, positions, [indices])
@@ -76,8 +60,8 @@ class StreamingCompactor(Compactor):
         assert isinstance(move, ShiftedMove)
         if not move.shift:
             return super()._move_layer(move, layer, store, src, dst)
-        group = self._memory.groups[self._memory.group_by_layer[layer]]
-        sinks = self._options.sinks if group.window is None else 0  # they stay where they are
+        group = self.memory.groups[self.memory.group_by_layer[layer]]
+        sinks = self.options.sinks if group.window is None else 0  # they stay where they are
         if move.rotated is None:
             rotated = self._rotate(store, layer, src[sinks:], -move.shift)
             super()._move_layer(move, layer, store, src, dst)
@@ -95,7 +79,7 @@ class StreamingCompactor(Compactor):
 
         The slots follow each other in the sequence's blocks, so whole blocks are read, which is faster.
         """
-        ops, rotate = self._setup.ops, self._setup.geometry.layers[layer].rotate
+        ops, rotate = self.setup.ops, self.setup.geometry.layers[layer].rotate
         assert rotate is not None, "the layers were checked at the start"
         plane = store.planes(layer)[0]
         blocks = (slots[:, 0] // store.block_size).unique_consecutive()

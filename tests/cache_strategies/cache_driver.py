@@ -157,17 +157,9 @@ def _entry(start: int, tokens: Sequence[int]) -> Tensor:
     return k
 
 
-def read_prompt(
-    cache: KVCache[Any],
-    tokens: Sequence[int],
-    *,
-    salt: Salt = NO_SALT,
-    max_cached: int | None = None,
-    priority: int = 0,
-    ttl: float | None = None,
-) -> PagedSequence:
-    """Open a sequence for a prompt and prefill it in one step."""
-    sequence = open_sequence(cache, tokens, salt=salt, max_cached=max_cached, priority=priority, ttl=ttl)
+def read_prompt(cache: KVCache[Any], tokens: Sequence[int], **options: Any) -> PagedSequence:
+    """Open a sequence for a prompt, with options of `open_sequence`, and prefill it in one step."""
+    sequence = open_sequence(cache, tokens, **options)
     enter(cache, (sequence, tokens[sequence.length :]))
     return sequence
 

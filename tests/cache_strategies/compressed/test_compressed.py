@@ -284,7 +284,7 @@ def test_a_compaction_that_fails_in_any_layer_is_repeated_and_changes_nothing(ph
         world = World({"it": settings}, layers=LAYERS, ops=ops)
         cache = world.caches["it"]
         assert isinstance(cache, CompressedCache)
-        cache.compactor._scorer = FailingScorer(failing if phase == "score" else Failing())
+        cache.compactor.scorer = FailingScorer(failing if phase == "score" else Failing())
         reading = world.open("it", text)
         while reading.sequence.length < 64:
             work = reading.work(16)
@@ -340,7 +340,7 @@ def test_scores_of_a_wrong_shape_are_an_error_that_names_the_scorer() -> None:
     world = make_world(scorer="knorm", budget=20, every=16, recent=3)
     cache = world.caches["it"]
     assert isinstance(cache, CompressedCache)
-    cache.compactor._scorer = Wrong(cache.compactor._scorer.options)
+    cache.compactor.scorer = Wrong(cache.compactor.scorer.options)
     reading = world.open("it", random_text(1, 40, LAYERS))
     step([(reading, 16)])
     with pytest.raises(ValueError, match="scorer 'knorm' returned"):
@@ -372,7 +372,7 @@ def test_options_that_cannot_work_are_refused_in_a_sentence(options: dict[str, A
 def test_a_scorers_sinks_are_those_of_the_strategy_unless_it_has_its_own(options: dict[str, Any], sinks: int) -> None:
     cache = make_world(scorer="lagkv", budget=40, sinks=7, recent=3, **options).caches["it"]
     assert isinstance(cache, CompressedCache)
-    assert cache.compactor._scorer.options.sinks == sinks
+    assert cache.compactor.scorer.options.sinks == sinks
 
 
 def test_a_start_computes_the_memory_of_the_longest_sequence() -> None:
