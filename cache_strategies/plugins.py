@@ -17,6 +17,8 @@ from config.errors import SettingsError
 
 T = TypeVar("T")
 
+HOW_TO_FIND = "run the command in the folder that has it, set PYTHONPATH to that folder, or install its package"
+
 
 class MissingClassError(SettingsError):
     """The module of a class is neither installed nor in the current folder, or has no class of that name."""
@@ -48,10 +50,7 @@ def load_class(name: str, known: Mapping[str, str], base: type[T], *, what: str,
     except ModuleNotFoundError as error:
         if error.name != package:
             raise SettingsError(f"{what} {name!r}: cannot load {place}: {error}") from None
-        raise MissingClassError(
-            f"{what} {name!r}: cannot load {place}: {error}; run the command in the folder that has it, set PYTHONPATH "
-            "to that folder, or install its package"
-        ) from None
+        raise MissingClassError(f"{what} {name!r}: cannot load {place}: {error}; {HOW_TO_FIND}") from None
     except (ImportError, AttributeError, ValueError) as error:
         if isinstance(error, AttributeError) and getattr(error.obj, "__name__", "") == place.partition(":")[0]:
             raise MissingClassError(f"{what} {name!r}: cannot load {place}: {error}") from None

@@ -16,6 +16,7 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.base import KVCache
+from cache_strategies.plugins import HOW_TO_FIND
 from cache_strategies.scorers import list_scorers
 from cache_strategies.scorers.base import Scorer
 from config.errors import SettingsError
@@ -45,11 +46,7 @@ def load_plugin(name: str) -> type[KVCache] | type[Scorer]:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         is_own = module.startswith(error.name or module)  # else it imports something that is missing
-        hint = (
-            "; run the command in the folder that has it, set PYTHONPATH to that folder, or install its package"
-            if is_own
-            else ""
-        )
+        hint = f"; {HOW_TO_FIND}" if is_own else ""
         raise SettingsError(f"cannot import {name}: {error}{hint}") from None
     except Exception as error:  # importing runs the author's code
         raise SettingsError(f"cannot import {name}: {type(error).__name__}: {error}") from error
