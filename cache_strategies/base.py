@@ -21,6 +21,7 @@ from typing_extensions import TypeVar  # with `default`, which typing.TypeVar ha
 from cache_strategies.memory import InstanceMemory
 from cache_strategies.types import Contract, Geometry, Miss, Sizes, Text
 from kernels.ops import KVLocation, Ops, QueryTap
+from kernels.states import States
 from kernels.store import KVStore
 
 INTERFACE_VERSION = 3  # of this interface; raised when classes written for the version before no longer work
@@ -119,6 +120,7 @@ class Locations(NamedTuple):
     # checked and prepared once
     by_layer: Sequence[KVLocation | None]
     tap: QueryTap | None = None  # a request for copies of recent queries, which are there when commit() is called
+    states: States | None = None  # of layers with recurrent states (states/hybrid.py); strategies leave it out
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,9 @@ class ContiguousCache(SingleBlockCache[ContiguousSequence]):
         super().__init__(setup, options)
         self.prefix_cache = options.prefix_cache
         self._ttl = math.inf if options.ttl is None else options.ttl
-        self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized)
+        self.contract = KEEPS_EVERYTHING._replace(
+            exact=not self.is_quantized, granularity=1 if options.prefix_cache else None
+        )
         self._idle: dict[int, IdleSequence] = {}  # idle sequences by block, the least recently used first
         self._eviction_queue = EvictionQueue(LRU, setup.clock)  # the idle blocks in the order of their eviction
         self._block_metrics = BlockMetrics(setup.clock)

@@ -85,10 +85,16 @@ class Region:
 class InstanceMemory:
     """The memory of an engine as one instance sees it."""
 
-    def __init__(self, shared: Memory, name: str) -> None:
+    def __init__(self, shared: Memory, name: str, whole: InstanceMemory | None = None) -> None:
+        """See the memory of the instance `name`; `whole` if this is a part of it."""
         self.shared = shared
         self._name = name
+        self._whole = whole
         self.regions: list[Region] = []
+
+    def make_part(self) -> InstanceMemory:
+        """Return the memory as one of several users sees it, each of which knows its own regions only."""
+        return InstanceMemory(self.shared, self._name, self)
 
     @property
     def device(self) -> torch.device:
@@ -96,8 +102,8 @@ class InstanceMemory:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of all blocks that the instance holds."""
-        return self.shared.get_held_bytes(self._name)
+        """The bytes of all blocks that are held in these regions."""
+        return sum(region.num_held * region.size for region in self.regions)
 
     @property
     def limit_bytes(self) -> int:
@@ -106,7 +112,10 @@ class InstanceMemory:
 
     def region(self, block_bytes: int, what: str = "keys and values") -> Region:
         """Make a region of blocks of `block_bytes` bytes; `what` says what they hold. Called in __init__ only."""
-        region = Region(self.shared, self._name, block_bytes, what)
+        if self._whole is None:
+            region = Region(self.shared, self._name, block_bytes, what)
+        else:
+            region = self._whole.region(block_bytes, what)
         self.regions.append(region)
         return region
 

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from cache_strategies.base import INTERFACE_VERSION, CacheSetup, KVCache, Options
 from cache_strategies.memory import Bounds, Memory
 from cache_strategies.plugins import MissingClassError, list_plugins, load_class
-from cache_strategies.types import Geometry
+from cache_strategies.states.hybrid import HybridCache, PairedStrategy
+from cache_strategies.types import Geometry, Sizes
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from config.sizes import share_to_bytes
@@ -134,7 +135,20 @@ def compute_least_bytes(
 
 
 def _compute_longest(instance: DeclaredInstance, geometry: Geometry, round_block: Callable[[int], int]) -> int:
-    return instance.cls.sizes(instance.options, geometry).count_bytes(geometry.max_seq_len, round_block)
+    return compute_sizes(instance, geometry).count_bytes(geometry.max_seq_len, round_block)
+
+
+def compute_sizes(instance: DeclaredInstance, geometry: Geometry) -> Sizes:
+    """Return the memory that a sequence of an instance takes."""
+    cls, options = _pair(instance, geometry)
+    return cls.sizes(options, geometry)
+
+
+def _pair(instance: DeclaredInstance, geometry: Geometry) -> tuple[type[KVCache[Any]], Any]:
+    """Return the class and the options of an instance's cache: its strategy, beside states if the model has any."""
+    if geometry.states:
+        return HybridCache, PairedStrategy(instance.cls, instance.options)
+    return instance.cls, instance.options
 
 
 def _fits(instances: Sequence[DeclaredInstance], needs: Sequence[int], total: int) -> bool:
@@ -167,8 +181,9 @@ def build_caches(
 def build_cache(instance: DeclaredInstance, geometry: Geometry, memory: Memory, ops: Ops, model: str = "") -> KVCache:
     """Build the cache of one instance; if there was one of this name, the new one takes over its share of memory."""
     own = memory.add_instance(instance.name)
-    cache = instance.cls(CacheSetup(instance.name, geometry, own, ops, model), instance.options)
+    cls, options = _pair(instance, geometry)
+    cache = cls(CacheSetup(instance.name, geometry, own, ops, model), options)
     assert hasattr(cache, "contract"), f"{instance.cls.__name__}.__init__ must set self.contract"
     memory.set_owner(instance.name, cache)
-    memory.set_sizes(instance.name, instance.cls.sizes(instance.options, geometry), geometry.max_seq_len)
+    memory.set_sizes(instance.name, cls.sizes(options, geometry), geometry.max_seq_len)
     return cache

@@ -9,15 +9,17 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from kernels.states import StateSpec
 from kernels.types import LayerSpec
 
-Miss = Literal["cold", "short", "evicted", "window", "busy", "salt", "bypass"]
+Miss = Literal["cold", "short", "evicted", "window", "busy", "salt", "bypass", "checkpoint"]
 """Why the first prompt token that open() did not find in the cache was not found.
 
 cold: never cached, or evicted too long ago to be remembered, or cached by another tenant, which is not disclosed;
 short: the remaining tokens do not fill a block; evicted: it was evicted to make room; window: the strategy drops old
 tokens, so no later sequence can reuse its memory; busy: a running sequence holds it, and the strategy cannot share it;
-salt: cached under another salt of the same tenant; bypass: the request limited the lookup (max_cached).
+salt: cached under another salt of the same tenant; bypass: the request limited the lookup (max_cached); checkpoint: the
+keys are cached, but there is no checkpoint of the model's recurrent states.
 """
 
 
@@ -80,6 +82,7 @@ class Contract(NamedTuple):
     replayable: bool = True  # a sequence that is closed and computed again from its first token gets the same state
     # The state and, with batch-invariant kernels, the attention do not depend on how tokens were split into rows
     chunk_invariant: bool = True
+    granularity: int | None = None  # open() finds cached tokens in multiples of so many; None: it never finds any
     # A text may become longer than max_seq_len, though its prompt may not, as positions are counted within the cache.
     unbounded: bool = False
 
@@ -148,11 +151,12 @@ class BlockEvents(NamedTuple):
 class Geometry:
     """The model's layers and the maximum sizes of a batch: all that is known before memory is allocated."""
 
-    layers: Sequence[LayerSpec]
+    layers: Sequence[LayerSpec]  # those with attention
     kv_dtype: torch.dtype
     max_seats: int
     max_seq_len: int
     max_num_batched_tokens: int
+    states: Sequence[StateSpec] = ()  # layers with recurrent states, which are kept beside any strategy
 
 
 class Sizes(NamedTuple):

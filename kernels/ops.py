@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kernels.states import States
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 from kernels.weights.stored import ConcatenatedWeight, StoredWeight
@@ -179,6 +180,7 @@ class AttentionSlice(NamedTuple):
     query_tap: QueryTap | None = None
     # Called as hook(layer index, q, k, v, out) with the slice's tokens, as `Attention.attend`; writes out [n,Hq,Dv].
     hook: Callable[[int, Tensor, Tensor, Tensor, Tensor], None] | None = None
+    states: States | None = None  # for layers with recurrent states; None: the model has none
 
 
 class Attention(Protocol):

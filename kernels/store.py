@@ -37,21 +37,25 @@ def compute_vector_bytes(dim: int, dtype: torch.dtype) -> int:
     return dim + SCALE.itemsize
 
 
-def compute_plane_offsets(layers: Iterable[LayerSpec], block_size: int, dtype: torch.dtype) -> list[int]:
+def compute_plane_offsets(
+    layers: Iterable[LayerSpec], block_size: int, dtype: torch.dtype, v_dtype: torch.dtype | None = None
+) -> list[int]:
     """Return the byte offsets within a block of each layer's K and V (K0, V0, K1, ...), and last the size of the block.
 
-    These are Python integers, so they do not overflow 32 bits.
+    `v_dtype` is the dtype of values, if it is not that of keys. Python integers do not overflow 32 bits.
     """
     offsets = [0]
     for spec in layers:
-        for dim in (spec.head_dim, spec.v_head_dim):
-            offsets.append(offsets[-1] + _align(spec.num_kv_heads * block_size * compute_vector_bytes(dim, dtype)))
+        for dim, stored in ((spec.head_dim, dtype), (spec.v_head_dim, v_dtype or dtype)):
+            offsets.append(offsets[-1] + _align(spec.num_kv_heads * block_size * compute_vector_bytes(dim, stored)))
     return offsets
 
 
-def compute_block_bytes(layers: Iterable[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+def compute_block_bytes(
+    layers: Iterable[LayerSpec], block_size: int, dtype: torch.dtype, v_dtype: torch.dtype | None = None
+) -> int:
     """Return the bytes of a block of `block_size` tokens over all layers."""
-    return compute_plane_offsets(layers, block_size, dtype)[-1]
+    return compute_plane_offsets(layers, block_size, dtype, v_dtype)[-1]
 
 
 class Plane(NamedTuple):
@@ -98,12 +102,14 @@ class KVStore:
         layers: Sequence[LayerSpec] | Mapping[int, LayerSpec],
         block_size: int,
         dtype: torch.dtype,
+        v_dtype: torch.dtype | None = None,
         *,
         split_heads: bool = False,
         extra_bytes: int = 0,
     ) -> None:
         """View the memory as blocks of these layers: all of a model, or some by their numbers.
 
+        Values are stored in `v_dtype`, by default in that of keys.
         With `split_heads` a block holds one KV head of each layer, whichever it is used for. A block ends with
         `extra_bytes` bytes that belong to its owner; they are copied with the block.
         """
@@ -111,13 +117,14 @@ class KVStore:
         self.memory = memory.memory
         self.page_bytes = memory.page_bytes
         self.block_size = block_size
-        self.dtype = dtype
+        self.k_dtype, self.v_dtype = dtype, v_dtype or dtype
+        self.dtype = dtype if self.v_dtype is dtype else None  # of all numbers; None: keys and values differ in it
         self.device = memory.memory.device
         self.split_heads = split_heads
         specs = dict(layers) if isinstance(layers, Mapping) else dict(enumerate(layers))
         self._heads = {i: (spec.num_kv_heads, spec.head_dim, spec.v_head_dim) for i, spec in specs.items()}
         stored = {i: spec._replace(num_kv_heads=1) if split_heads else spec for i, spec in specs.items()}
-        offsets = compute_plane_offsets(stored.values(), block_size, dtype)
+        offsets = compute_plane_offsets(stored.values(), block_size, dtype, v_dtype)
         self.extra_offset = offsets[-1]  # of the owner's bytes, from the start of a block
         self.block_bytes = offsets[-1] + _align(extra_bytes)
         self._offsets = dict(zip(specs, zip(offsets[:-1:2], offsets[1::2], strict=True), strict=True))
@@ -125,27 +132,28 @@ class KVStore:
         self.num_blocks = max(0, memory.pages - self.pages_per_block + 1)
         self._planes = {
             i: (
-                self._plane(self.k_offset(i), spec.num_kv_heads, spec.head_dim),
-                self._plane(self.v_offset(i), spec.num_kv_heads, spec.v_head_dim),
+                self._plane(self.k_dtype, self.k_offset(i), spec.num_kv_heads, spec.head_dim),
+                self._plane(self.v_dtype, self.v_offset(i), spec.num_kv_heads, spec.v_head_dim),
             )
             for i, spec in stored.items()
         }
         shape = (self.num_blocks, self.pages_per_block * self.page_bytes)
         self.blocks = self.memory.as_strided(shape, (self.page_bytes, 1))
 
-    def _view(self, dtype: torch.dtype, offset: int, heads: int, width: int, dim: int) -> Tensor:
+    def _view(self, dtype: torch.dtype, offset: int, heads: int, width: int, vector_bytes: int) -> Tensor:
         """View `width` numbers of each vector as [blocks, H, block_size, width] in `dtype`.
 
-        The first vector begins `offset` bytes into a block; vectors have `dim` numbers.
+        The first vector begins `offset` bytes into a block.
         """
         typed, size = self.memory.view(dtype), dtype.itemsize
-        vector = compute_vector_bytes(dim, self.dtype) // size
+        vector = vector_bytes // size
         strides = (self.page_bytes // size, self.block_size * vector, vector, 1)
         return typed.as_strided((self.num_blocks, heads, self.block_size, width), strides, offset // size)
 
-    def _plane(self, offset: int, heads: int, dim: int) -> Plane:
-        numbers = self._view(self.dtype, offset, heads, dim, dim)
-        scale = self._view(SCALE, offset + dim, heads, 1, dim)[..., 0] if self.dtype is torch.int8 else None
+    def _plane(self, dtype: torch.dtype, offset: int, heads: int, dim: int) -> Plane:
+        vector = compute_vector_bytes(dim, dtype)
+        numbers = self._view(dtype, offset, heads, dim, vector)
+        scale = self._view(SCALE, offset + dim, heads, 1, vector)[..., 0] if dtype is torch.int8 else None
         return Plane(numbers, scale)
 
     @property

@@ -103,7 +103,11 @@ class PagedBase(BlockTableCache[PagedState]):
             for store, columns in zip(self._stores_by_group, self.columns, strict=True)
         ]
         self._accounting = Accounting(self.pool, self.block_size, token_bytes)
-        self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized, rewind=self.windowed.rewind)
+        self.contract = KEEPS_EVERYTHING._replace(
+            exact=not self.is_quantized,
+            rewind=self.windowed.rewind,
+            granularity=self.block_size if self.prefix_cache else None,
+        )
         if self.has_windows:
             log.info("strategy %r: %s", setup.name, self.layout.describe())
 

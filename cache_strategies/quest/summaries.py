@@ -62,7 +62,7 @@ class BlockSummaries:
     def _add_run(self, numbers: list[int], layers: Mapping[int, LayerSpec], offset: int) -> int:
         """View the layers of a run, whose summaries begin at a byte of a block; return the byte behind them."""
         store, count = self._store, len(numbers)
-        dtype, dim = get_summary_dtype(store.dtype), layers[numbers[0]].head_dim
+        dtype, dim = get_summary_dtype(store.k_dtype), layers[numbers[0]].head_dim
         plane, _ = store.planes(numbers[0])
         step = store.k_offset(numbers[1]) - store.k_offset(numbers[0]) if count > 1 else 0  # bytes
         keys = _repeat_layers(plane.numbers[:, 0], count, step)

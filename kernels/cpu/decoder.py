@@ -73,12 +73,16 @@ class CpuDecoderLayers(DecoderLayers):
             [attn.eps, spec.scale, spec.softcap or 0.0],
         )
 
-    def run(self, x: Tensor, attention: Attention) -> Tensor:
+    def run(self, x: Tensor, attention: Attention) -> Tensor | None:
         """Return the output [N, d] of the last layer for embedded tokens x [N, d].
 
+        None if C++ lacks the format of a store.
         C++ stops at each layer in which a slice computes its own attention (a hook), and is resumed after it.
         """
-        out, hooked_layer = self._layers.run(x, attention.positions, *self._make_arguments(attention.slices))
+        arguments = self._make_arguments(attention.slices)
+        if arguments is None:
+            return None
+        out, hooked_layer = self._layers.run(x, attention.positions, *arguments)
         self._hook_seconds = 0.0
         while hooked_layer >= 0:
             began = time.perf_counter()
@@ -90,13 +94,15 @@ class CpuDecoderLayers(DecoderLayers):
             hooked_layer = self._layers.resume()
         return cast(Tensor, out)
 
-    def _make_arguments(self, slices: Sequence[AttentionSlice]) -> tuple[list[Any], ...]:
-        """Return the fields of the struct StepArguments of decoder.cpp."""
+    def _make_arguments(self, slices: Sequence[AttentionSlice]) -> tuple[list[Any], ...] | None:
+        """Return the fields of the struct StepArguments of decoder.cpp; None if keys and values differ in format."""
         # Many layers have the same location, which is passed once.
         unique = {id(where): where for each in slices for where in each.kv_locations if where is not None}
         numbers = {key: i for i, key in enumerate(unique)}
         planes, addresses, integers = [], [], []
         for store, at, window in unique.values():
+            if store.dtype is None:
+                return None
             planes.append(self._get_planes(store))
             addresses += [at.table, at.table_row, at.q_start, at.start, at.window_start]
             integers += [at.block_size, at.sinks, at.ring, at.num_decode, at.max_q, at.max_kv]

@@ -41,7 +41,8 @@ def make_row_grid(x: Tensor) -> Grid:
 
 
 def typed_memory(store: KVStore) -> Tensor:
-    """Return all memory of the store as one tensor of the store's dtype."""
+    """Return all memory of the store as one tensor of the store's dtype, which keys and values have in common."""
+    assert store.dtype is not None
     return store.memory.view(store.dtype)
 
 

@@ -161,7 +161,7 @@ class ReferenceOps(CompositeOps):
         for new, plane in zip((k, v), store.planes(layer), strict=True):
             where = block, _list_heads(plane), slot
             if plane.scale is None:
-                plane.numbers[where] = new[tokens].to(store.dtype)
+                plane.numbers[where] = new[tokens].to(plane.numbers.dtype)
             else:
                 plane.numbers[where], plane.scale[where] = self.quantize(new[tokens])
 

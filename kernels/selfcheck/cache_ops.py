@@ -72,11 +72,11 @@ def _write_kv_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sam
 
 
 def _write_kv_bytes(store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> int:
-    return k.nbytes + v.nbytes + len(k) * _token_bytes(store, layer, store.dtype)
+    return k.nbytes + v.nbytes + len(k) * _token_bytes(store, layer, store.k_dtype)
 
 
 def _token_bytes(store: KVStore, layer: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values in one layer, if they are stored in `dtype`."""
+    """Return the bytes of one token's keys and values in one layer, if both are stored in `dtype`."""
     heads, *dims = store.heads(layer)
     return sum(heads * compute_vector_bytes(dim, dtype) for dim in dims)
 
@@ -104,7 +104,7 @@ def _attend_bytes(
     oldest = model_oldest if window is None else model_oldest.maximum(starts + 1 - window)
     keys = starts + lengths - oldest + (oldest.clamp_max(at.sinks) - model_oldest).clamp_min(0)
     seen = keys.where(starts >= 0, 0).float().mean(1).sum()  # heads may keep different numbers
-    return int(seen * _token_bytes(store, layer, store.dtype))
+    return int(seen * _token_bytes(store, layer, store.k_dtype))
 
 
 def _gather_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
@@ -118,8 +118,8 @@ def _gather_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sampl
 
 
 def _gather_bytes(store: KVStore, layer: int, at: Slots, row: int, indices: Tensor) -> int:
-    out = torch.float32 if store.dtype is torch.int8 else store.dtype
-    return len(indices) * (_token_bytes(store, layer, store.dtype) + _token_bytes(store, layer, out))
+    out = torch.float32 if store.k_dtype is torch.int8 else store.k_dtype
+    return len(indices) * (_token_bytes(store, layer, store.k_dtype) + _token_bytes(store, layer, out))
 
 
 def _copy_blocks_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
@@ -148,7 +148,7 @@ def _copy_tokens_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> 
 
 def _copy_tokens_bytes(store: KVStore, layer: int, src: Tensor, dst: Tensor) -> int:
     planes = (plane.numbers for plane in store.planes(layer))
-    sizes = (plane.shape[1] * compute_vector_bytes(plane.shape[3], store.dtype) for plane in planes)
+    sizes = (plane.shape[1] * compute_vector_bytes(plane.shape[3], store.k_dtype) for plane in planes)
     return 2 * len(src) * sum(sizes)
 
 

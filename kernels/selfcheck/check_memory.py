@@ -77,7 +77,8 @@ def _compute_attention_error(
     The last token is a decode row, and all tokens are a chunk: most backends have a kernel for each.
     """
     n, device = len(kv[0]), store.device
-    near = KVStore(Pages(1, compute_block_bytes([spec], n, store.dtype), device), [spec], n, store.dtype)
+    formats = store.k_dtype, store.v_dtype
+    near = KVStore(Pages(1, compute_block_bytes([spec], n, *formats), device), [spec], n, *formats)
     ops.write_kv(near, 0, *kv, _make_slots(near, 1, [0], [(0, n)]))
     q = torch.randn(n, spec.num_q_heads, spec.head_dim, generator=torch.Generator().manual_seed(1)) / MAX_NUMBER
     q = torch.cat((q[-1:], q)).to(device, kv[0].dtype)

@@ -22,7 +22,7 @@ from server.engine.instance import Instance
 def find_instance(cache: KVCache) -> Instance:
     """Return the instance of a strategy for batches, which raises what the strategy raises; always the same one."""
     owner = cache.setup.memory.shared.get_owner(cache.name)
-    return owner if isinstance(owner, Instance) and owner.strategy is cache else Instance(cache, raise_as_it_was)
+    return owner if isinstance(owner, Instance) and owner.cache is cache else Instance(cache, raise_as_it_was)
 
 
 def raise_as_it_was(fault: StrategyError) -> None:

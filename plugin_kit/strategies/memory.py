@@ -182,6 +182,10 @@ def check_sharing(trial: StrategyTrial) -> None:
             f"open() found {sequence.length} tokens cached of a text with {at} common tokens, max_cached={most} and "
             f"{'an equal' if salt == SALTS[1] else 'another'} salt: at most {limit} may be found"
         )
+        size = cache.contract.granularity
+        assert sequence.length % size == 0 if size else not sequence.length, (
+            f"open() found {sequence.length} tokens, and the contract says granularity={size}"
+        )
         assert sequence.found == sequence.length, (
             f"open() returned a sequence with found={sequence.found}, length={sequence.length}"
         )

@@ -48,6 +48,7 @@ class Batch:
         self, work: Sequence[RowInput], device: torch.device | str = "cpu", tracer: Tracer | None = None
     ) -> None:
         """Locate the rows of every strategy and copy token ids to the device. Raises StrategyError."""
+        self.num_committed: Sequence[int] = ()  # tokens by row, once the batch is committed
         self.compactions: dict[int, Compaction] = {}  # by row of the batch, once it is committed
         self._tracer = tracer or Tracer()
         self.row_order = _order_rows(work)  # for each row of the batch, its index in `work`
@@ -101,16 +102,19 @@ class Batch:
         """Commit the first num_entered[i] tokens of each row i; None: all tokens of all rows.
 
         Then compact their sequences. Return the errors of rows whose strategies failed at either; all others are done,
-        and `compactions` has those that were compacted.
+        and `compactions` has those that were compacted. `num_committed` may be less than was asked for, if a model has
+        states and only a part of a row entered.
         """
-        counts = [len(item.tokens) for item in self._rows] if num_entered is None else num_entered
-        tokens = [item.tokens[:count] for item, count in zip(self._rows, counts, strict=True)]
+        counts = [len(item.tokens) for item in self._rows] if num_entered is None else list(num_entered)
+        self.num_committed = counts
         failed: dict[int, StrategyError] = {}
         end = 0
         for instance, (rows, *_) in self.parts:
             begin, end = end, end + len(rows)
+            counts[begin:end] = instance.count_committable(rows, counts[begin:end])
+            tokens = [item.tokens[:count] for item, count in zip(self._rows[begin:end], counts[begin:end], strict=True)]
             try:
-                instance.commit(rows, tokens[begin:end])
+                instance.commit(rows, tokens)
             except StrategyError as error:
                 failed |= dict.fromkeys(range(begin, end), error)
                 continue
@@ -124,6 +128,8 @@ class Batch:
         with self._tracer.span("compact"):
             for i, count in enumerate(counts, first_row):
                 row = self._rows[i]
+                if not count:
+                    continue
                 try:
                     compaction = instance.compact(row.sequence, row.length + count)
                 except StrategyError as error:
@@ -141,7 +147,10 @@ class Batch:
             begin, end = end, end + rows.num_tokens
             located = instance.locate(rows, [item.length for item in items])
             hook = partial(instance.attend, rows)
-            yield BatchPart(instance, located), AttentionSlice(slice(begin, end), located.locations, located.tap, hook)
+            yield (
+                BatchPart(instance, located),
+                AttentionSlice(slice(begin, end), located.locations, located.tap, hook, located.states),
+            )
 
 
 def attend_at(setup: CacheSetup, location: KVLocation, tap: QueryTap | None, layer_idx: int, *tensors: Tensor) -> None:

@@ -112,6 +112,7 @@ def build_engine(
         max_seats=settings.max_num_seqs,
         max_seq_len=max_seq_len,
         max_num_batched_tokens=max_num_batched_tokens,
+        states=model.state_specs,
     )
     max_step_scores = max(1, MAX_STEP_LOGITS // model.info.vocab_size)
     if device.tensors.type != "cpu":

@@ -202,7 +202,7 @@ class Core:
         failed = {output.scheduled[i].request: error for i, error in output.batch.commit(counts).items()}
         for i, compaction in output.batch.compactions.items():
             self._record_compaction(output.scheduled[i], compaction)
-        for row, num_tokens in zip(output.scheduled, counts, strict=True):
+        for row, num_tokens in zip(output.scheduled, output.batch.num_committed, strict=True):
             if row.request not in failed:
                 try:
                     _count_row(row.request, num_tokens)
@@ -367,5 +367,5 @@ def _count_row(request: Request, num_tokens: int) -> None:
     assert request.sequence is not None
     if not request.has_committed:
         request.found = request.instance.read_found(request.sequence, request.num_computed_tokens)
-        request.has_committed = True
+        request.has_committed = num_tokens > 0
     request.num_computed_tokens += num_tokens

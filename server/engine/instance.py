@@ -32,6 +32,7 @@ from cache_strategies.features import (
     SelfChecking,
 )
 from cache_strategies.memory import Memory, Region
+from cache_strategies.states.hybrid import HybridCache, HybridSequence
 from cache_strategies.types import (
     NO_SALT,
     BlockEvents,
@@ -47,6 +48,7 @@ from cache_strategies.types import (
 )
 from cache_strategies.visible import count_dropped_tokens
 from kernels.ops import KVLocation, QueryTap
+from kernels.states import States
 from server.engine.calls import CallObserver, NoObserver
 from server.engine.guard import Guards
 from server.engine.isolation.checks import check_locations, check_owner, check_tap, describe
@@ -67,6 +69,7 @@ class LocatedRows(NamedTuple):
     rows: Rows
     locations: Sequence[KVLocation | None]  # by layer
     tap: QueryTap | None
+    states: States | None  # of a model with state layers
     positions: Sequence[int]  # of each row's first token
 
 
@@ -74,41 +77,46 @@ class Instance:
     """A strategy instance of an engine."""
 
     def __init__(
-        self, strategy: KVCache, on_fault: Callable[[StrategyError], None], observer: CallObserver | None = None
+        self, cache: KVCache, on_fault: Callable[[StrategyError], None], observer: CallObserver | None = None
     ) -> None:
-        """Use a strategy; `on_fault` is called with each fault, once; `observer` sees what is running."""
-        self.name = strategy.name
-        self.memory: Memory = strategy.setup.memory.shared
+        """Use a strategy, perhaps beside states; `on_fault` is called with each fault, once.
+
+        `observer` sees what is running.
+        """
+        self.name = cache.name
+        self.memory: Memory = cache.setup.memory.shared
         self._on_fault = on_fault
         self._log_again_at: dict[str, float] = {}  # by method: when a fault of it is logged again
         self.guard = Guards(self.name, self.make_fault, observer or NoObserver())
         # By id, as a strategy's class of sequence may have no hash, or one that changes
         self._open: dict[int, KVSequence] = {}
-        self.use(strategy)
+        self.use(cache)
 
-    def use(self, strategy: KVCache) -> None:
-        """Use another strategy of the same setup from now on. No sequence may be open."""
+    def use(self, cache: KVCache) -> None:
+        """Use another cache of the same setup from now on. No sequence may be open."""
         assert not self._open
-        self.strategy, self.is_suspended, self._keeps_idle_blocks = strategy, False, False
-        self.setup, self.contract = strategy.setup, strategy.contract
+        self.cache, self.is_suspended, self._keeps_idle_blocks = cache, False, False
+        self.states = cache if isinstance(cache, HybridCache) else None  # beside the strategy, if the model has any
+        self.strategy = strategy = cache if self.states is None else self.states.strategy
+        self.setup, self.contract = cache.setup, cache.contract
         self._bytes_by_tokens: dict[int, int] = {}
         self._is_plugin = hasattr(strategy, "interface_version")  # then what it locates is checked before it is used
         self.forks = True  # whether its sequences can be forked; known once there is one
-        self._polls = getattr(strategy.poll, "__func__", None) is not KVCache.poll
+        self._polls = getattr(cache.poll, "__func__", None) is not KVCache.poll
         # Asked once: isinstance() of a protocol takes 20 us, and this is called after each step
         self._block_counting = strategy if isinstance(strategy, BlockCounting) else None
         self.memory.set_owner(self.name, self)
 
     def rebuild(self, make: Callable[[], KVCache]) -> None:
-        """Use the strategy that `make` builds. Raises StrategyError if that fails. No sequence may be open."""
+        """Use the cache that `make` builds. Raises StrategyError if that fails. No sequence may be open."""
         try:
             with self.guard["__init__"]:
-                strategy = make()
-                assert isinstance(strategy.contract, Contract)
+                cache = make()
+                assert isinstance(cache.contract, Contract)
         except StrategyError:
             self.memory.release_all(self.name)
             raise
-        self.use(strategy)
+        self.use(cache)
 
     def suspend(self) -> None:
         """Free all memory of the strategy, and call it no more until `use`. No sequence may be open."""
@@ -144,7 +152,7 @@ class Instance:
         self._check_in_use("open")
         text = Text(ids, salt, max_cached, priority, ttl)
         with self.guard["open"]:
-            opened = self.strategy.open(text)
+            opened = self.cache.open(text)
             if opened is not None:
                 self._add(opened, text.num_reusable)
         return opened
@@ -172,7 +180,7 @@ class Instance:
             self._close(added)
             raise
         self._open[id(added)] = added
-        self.forks = _overrides(type(added), "fork")
+        self.forks = self._overrides(added, "fork")
 
     def close(self, sequence: KVSequence) -> None:
         del self._open[id(sequence)]
@@ -249,7 +257,7 @@ class Instance:
         """The bytes that evict() could free, at most those that the instance holds."""
         if self._keeps_idle_blocks:
             return 0
-        idle = self._attempt("idle_bytes", lambda: operator.index(self.strategy.idle_bytes), 0)
+        idle = self._attempt("idle_bytes", lambda: operator.index(self.cache.idle_bytes), 0)
         return max(0, min(idle, self.memory.get_held_bytes(self.name)))
 
     def evict(self, num_bytes: int) -> int:
@@ -258,7 +266,7 @@ class Instance:
         If they are fewer than idle_bytes promised, no block counts as idle any more: others could not get its memory.
         """
         before, promised = self.memory.get_held_bytes(self.name), min(num_bytes, self.idle_bytes)
-        self._attempt("evict", lambda: self.strategy.evict(num_bytes), 0)
+        self._attempt("evict", lambda: self.cache.evict(num_bytes), 0)
         freed = max(0, before - self.memory.get_held_bytes(self.name))
         if freed < promised:
             self._keeps_idle_blocks = True
@@ -288,15 +296,15 @@ class Instance:
     # ---------------------------------------------------------------- a step
     def poll(self) -> None:
         if self._polls:
-            self._attempt("poll", self.strategy.poll, None)
+            self._attempt("poll", self.cache.poll, None)
 
     def locate(self, rows: Rows, lengths: Sequence[int]) -> LocatedRows:
         """Let the strategy locate rows after `lengths` tokens; what plug-ins say is checked. Raises StrategyError."""
         with self.guard["locate"]:
-            locations, tap = self.strategy.locate(rows)
+            locations, tap, states = self.cache.locate(rows)
             starts = zip(lengths, rows.sequences, strict=True)
             positions = [operator.index(length - each.shift) for length, each in starts]
-            located = LocatedRows(rows, locations, tap, positions)
+            located = LocatedRows(rows, locations, tap, states, positions)
             if self._is_plugin:
                 self._check_located(located)
             most = self.setup.geometry.max_seq_len
@@ -325,17 +333,30 @@ class Instance:
     def attend(self, rows: Rows, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Let a strategy compute a layer for its rows, as `KVCache.attend` says. Raises StrategyError."""
         with self.guard["attend"]:
-            self.strategy.attend(layer, rows, q, k, v, out)
+            self.cache.attend(layer, rows, q, k, v, out)
+
+    def count_committable(self, rows: Rows, num_entered: list[int]) -> list[int]:
+        """Return how many of the first num_entered[i] tokens of each row can be committed.
+
+        They are fewer if drafts were rejected and the model has states, which are there at some places only.
+        """
+        return num_entered if self.states is None else self.states.count_committable(rows.sequences, num_entered)
 
     def commit(self, rows: Rows, tokens: Sequence[Sequence[int]]) -> None:
         """Commit tokens to the sequences of rows, in their order. Raises StrategyError."""
         with self.guard["commit"]:
             for each, ids in zip(rows.sequences, tokens, strict=True):
-                each.commit(ids)
+                if ids:
+                    each.commit(ids)
 
     def compacts(self, sequence: KVSequence) -> bool:
         """Return whether sequences of this type drop tokens."""
-        return _overrides(type(sequence), "compact")
+        return self._overrides(sequence, "compact")
+
+    def _overrides(self, sequence: KVSequence, method: str) -> bool:
+        """Return whether the strategy's sequences have a method of their own: else it does nothing."""
+        cls = type(sequence.keys if isinstance(sequence, HybridSequence) else sequence)
+        return getattr(cls, method) is not getattr(KVSequence, method)
 
     def compact(self, sequence: KVSequence, length: int) -> Compaction | None:
         """Compact a sequence of `length` tokens, and try once more if that fails. Raises StrategyError if both fail.
@@ -367,7 +388,10 @@ class Instance:
         """Return the memory by use: as the strategy reports it, or as far as the engine knows."""
         held, idle = self.memory.get_held_bytes(self.name), self.idle_bytes
         known = CacheUsage(self.num_open, sum(self._read_lengths()), held, held - idle, idle, 0, self.limit_bytes)
-        return self.report("usage", CacheUsage, known) if isinstance(self.strategy, Reporting) else known
+        if not isinstance(self.strategy, Reporting):
+            return known
+        usage = self.report("usage", CacheUsage, known)
+        return usage if self.states is None or usage is known else self.states.add_usage(usage)
 
     def _read_lengths(self) -> list[int]:
         """Return the lengths of all open sequences; none after a fault."""
@@ -422,12 +446,13 @@ class Instance:
         states = torch.zeros(region.placement.extent, dtype=torch.uint8)
         used = torch.tensor(region.placement.list_used(), dtype=torch.int64)
         states[used] = int(BlockState.IN_USE)
-        if self.is_suspended or not isinstance(self.strategy, BlockMarking):
+        marking = self._find_user(region)
+        if self.is_suspended or not isinstance(marking, BlockMarking):
             return states
         marks = states.clone()
         try:
             with self.guard["mark_blocks"]:
-                self.strategy.mark_blocks(region, marks)
+                marking.mark_blocks(region, marks)
                 if marks.shape != states.shape or marks.dtype != states.dtype:
                     raise ValueError(f"it turned the states, {list(states.shape)}, into {list(marks.shape)}")
                 is_known = (marks[used] > int(BlockState.FREE)) & (marks[used] <= max(BlockState))
@@ -438,10 +463,20 @@ class Instance:
 
     def describe_block(self, region: Region, block: int) -> BlockInfo | None:
         """Return what the strategy knows about one of its blocks, if anything."""
-        if not isinstance(self.strategy, BlockDescribing):
+        describing = self._find_user(region)
+        if not isinstance(describing, BlockDescribing):
             return None
-        info: BlockInfo | None = self.report("describe_block", BlockInfo | None, None, region, block)
-        return info
+
+        def read() -> BlockInfo | None:
+            info: BlockInfo | None = to_plain(describing.describe_block(region, block), BlockInfo | None)
+            return info
+
+        return self._attempt("describe_block", read, None)
+
+    def _find_user(self, region: Region) -> object:
+        """Return what keeps its blocks in a region: the strategy, or the states beside it."""
+        states = self.states
+        return states.slots if states is not None and region is states.slots.region else self.strategy
 
     def collect_block_events(self) -> BlockEvents | None:
         strategy = self._block_counting
@@ -456,15 +491,16 @@ class Instance:
 
     def check_integrity(self) -> None:
         """Check the strategy's bookkeeping; an AssertionError stays one, as it shows a bug."""
-        if not self.is_suspended and isinstance(self.strategy, SelfChecking):
-            self.strategy.check_integrity()
+        if not self.is_suspended and isinstance(self.cache, SelfChecking):
+            self.cache.check_integrity()
 
     # ---------------------------------------------------------------- calls
     def call(self, method: str, *args: Any, kind: Any = Any, **kwargs: Any) -> Any:
         """Return the result of an operator's command, as plain values of a type. Raises StrategyError."""
         self._check_in_use(method)
         with self.guard[method]:
-            return to_plain(getattr(self.strategy, method)(*args, **kwargs), kind)
+            target = self.cache if hasattr(self.cache, method) else self.strategy
+            return to_plain(getattr(target, method)(*args, **kwargs), kind)
 
     def _attempt(self, guard: str, run: Callable[[], T], default: T) -> T:
         """Return what is computed under a guard; in quarantine or after a fault, which ends nothing, the default."""
@@ -504,8 +540,3 @@ def to_plain(found: Any, kind: Any) -> Any:
     if size > MAX_REPORT_BYTES:
         raise ValueError(f"it returned {size} bytes of JSON, more than {MAX_REPORT_BYTES}")
     return msgspec.convert(builtins, kind)
-
-
-def _overrides(cls: type[KVSequence], method: str) -> bool:
-    """Return whether a class has a method of its own: that of the base class does nothing, and is not called."""
-    return getattr(cls, method) is not getattr(KVSequence, method)

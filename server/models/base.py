@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Attention
+from kernels.states import StateSpec
 from kernels.types import LayerSpec
 from server.models.config import ModelInfo
 from server.records import WeightUsage
@@ -34,6 +35,11 @@ class Model(Protocol):
     @property
     def layer_specs(self) -> Sequence[LayerSpec]:
         """The attention parameters of every layer, from first to last."""
+        ...
+
+    @property
+    def state_specs(self) -> Sequence[StateSpec]:
+        """What each layer with recurrent states keeps of a text, from first to last; empty if there is none."""
         ...
 
     @property
@@ -83,6 +89,8 @@ class SequenceCache(Protocol):
 
 class ForwardStepMixin(ABC):
     """Implements `Model.forward_step` for models that can compute tokens from their embeddings."""
+
+    state_specs: Sequence[StateSpec] = ()
 
     @abstractmethod
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:

@@ -134,7 +134,7 @@ def write(cache: KVCache[Any], *rows: tuple[KVSequence, Sequence[int]], commit: 
     """Locate, write keys and values and, unless `commit` is False, commit: a step without reserve()."""
     rows = tuple(sorted(rows, key=lambda row: len(row[1]) > 1))
     located = Rows([sequence for sequence, _ in rows], [len(tokens) for _, tokens in rows])
-    locations, _ = cache.locate(located)
+    locations = cache.locate(located).by_layer
     entries = torch.cat([_entry(sequence.length, tokens) for sequence, tokens in rows])
     for layer, spec in enumerate(cache.setup.geometry.layers):
         q, k = (entries.repeat(1, heads, 1) for heads in (spec.num_q_heads, spec.num_kv_heads))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -25,6 +28,8 @@ OPTIONS = {"contiguous": {}, "paged": {"block_size": 8}, "sliding_window": {"win
 kinds = pytest.mark.parametrize("kind", OPTIONS)
 dtypes = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
 
+MIXED = "tests.contract.kinds.mixed_formats:MixedFormatsCache"
+
 
 def int8(kind: str) -> StrategySettings:
     return StrategySettings(kind=kind, kv_dtype="int8", **OPTIONS[kind])
@@ -40,15 +45,32 @@ def what_is_left(x: Tensor) -> Tensor:
 @dtypes
 @kinds
 def test_attention_is_over_what_is_left_of_keys_and_values(kind: str, dtype: torch.dtype, tolerance: float) -> None:
-    world = World({"it": int8(kind)}, layers=LAYERS, dtype=dtype)
+    check_attention(int8(kind), KEEPS[kind], dtype, tolerance, (what_is_left, what_is_left))
+
+
+@dtypes
+def test_keys_may_be_rounded_while_values_are_not(dtype: torch.dtype, tolerance: float) -> None:
+    settings = StrategySettings(kind=MIXED, block_size=8)
+    check_attention(settings, KEEPS["paged"], dtype, tolerance, (what_is_left, Tensor.float))
+
+
+def check_attention(
+    settings: StrategySettings,
+    keeps: Callable[[Any], Any],
+    dtype: torch.dtype,
+    tolerance: float,
+    rounded: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]],
+) -> None:
+    """Compare attention with that to `rounded` keys and values."""
+    world = World({"it": settings}, layers=LAYERS, dtype=dtype)
     text = random_text(1, 70, LAYERS, dtype)
     reading = world.open("it", text)
     outs: list[list[Tensor]] = []
     while reading.left:
         outs += step([(reading, reading.chunk(13 if len(outs) % 2 else 1))]).outs
     for layer, spec in enumerate(LAYERS):
-        k, v = what_is_left(text.k[layer]), what_is_left(text.v[layer])
-        mask = visible_keys(spec, len(text), KEEPS[kind](world.caches["it"].options))
+        k, v = rounded[0](text.k[layer]), rounded[1](text.v[layer])
+        mask = visible_keys(spec, len(text), keeps(world.caches["it"].options))
         want = attention(text.q[layer], k, v, spec, mask)
         got = torch.cat([out[layer] for out in outs])
         assert (got.double() - want).abs().max() < tolerance

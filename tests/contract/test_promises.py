@@ -31,6 +31,7 @@ NOT_REPLAYABLE: Mapping[str, Mapping[str, object]] = {  # kinds, with options: w
 ROUNDED = {
     "int8": StrategySettings(kind="paged", kv_dtype="int8", block_size=16),
     "ring-int8": StrategySettings(kind="sliding_window", kv_dtype="int8", window=12, max_row=9),
+    "int8-keys": StrategySettings(kind="tests.contract.kinds.mixed_formats:MixedFormatsCache", block_size=16),
 }
 ELSEWHERE = ("exact", "any order of calls")  # test_attention, test_random_histories
 

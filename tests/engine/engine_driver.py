@@ -273,7 +273,7 @@ def compute_by_hooks(cache: KVCache, attend: Callable[[int, Callable[[], None], 
         return Locations([None] * len(cache.setup.geometry.layers))
 
     def hook(layer: int, rows: Rows, *tensors: Tensor) -> None:
-        by_layer, tap = located[0]
+        by_layer, tap, _ = located[0]
         location = by_layer[layer]
         run = partial(right_hook, layer, rows, *tensors)
         if location is not None:

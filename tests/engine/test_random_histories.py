@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,9 @@ from server.engine.scheduling.request import RequestError
 from tests.engine.engine_driver import Driver, RequestEvents, least_memory, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 from tests.engine.fake_proposer import FakeProposer
+from tests.engine.hybrid_model import HybridModel, loaded_as_hybrid
 from tests.engine.test_step_recovery import LAST_LAYER, break_attend
+from tests.models.random_models import load_decoder
 
 WINDOW, SINKS = 10, 2
 COMMON = random_prompt(26, seed=5)
@@ -243,31 +245,38 @@ def restore(driver: Driver, shares: dict[str, tuple[int, int]]) -> None:
     assert not any(cache.draining for cache in driver.core.instances.values())
 
 
-_idle: dict[tuple[int, float], Driver] = {}
+class Sizes(NamedTuple):
+    max_num_batched_tokens: int
+    memory: float  # longest sequences for which there is memory
+    has_states: bool = False  # whether the model has recurrent states as well
+
+
+_idle: dict[Sizes, Driver] = {}
 
 
 @contextmanager
-def a_driver(tiny: Path, max_num_batched_tokens: int, memory: float) -> Iterator[Driver]:
+def a_driver(tiny: Path, sizes: Sizes) -> Iterator[Driver]:
     """Return a driver with memory for a number of longest sequences; reused if the last history left it clean."""
-    sized = SETTINGS | {"max_num_batched_tokens": max_num_batched_tokens}
-    driver = _idle.pop((max_num_batched_tokens, memory), None)
+    sized = SETTINGS | {"max_num_batched_tokens": sizes.max_num_batched_tokens}
+    driver = _idle.pop(sizes, None)
     if driver is None:
-        driver = Driver(tiny, **sized, kv_memory=str(int(least_memory(tiny, **sized) * memory)))
+        with loaded_as_hybrid() if sizes.has_states else nullcontext():
+            driver = Driver(tiny, **sized, kv_memory=str(int(least_memory(tiny, **sized) * sizes.memory)))
     shares = {name: driver.core.memory.get_share(name) for name in driver.core.instances}
     yield driver
     restore(driver, shares)
     driver.assert_nothing_leaked()
     driver.heard.clear()
     driver.steps.clear()
-    _idle[max_num_batched_tokens, memory] = driver
+    _idle[sizes] = driver
 
 
-def play(tiny: Path, reference: Reference, max_num_batched_tokens: int, memory: float, examples: int) -> None:
+def play(tiny: Path, reference: Reference, hybrid: Reference, sizes: Sizes, examples: int) -> None:
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(HISTORIES)
     def check(actions: list[Action]) -> None:
-        with a_driver(tiny, max_num_batched_tokens, memory) as driver:
-            history = History(driver, reference)
+        with a_driver(tiny, sizes) as driver:
+            history = History(driver, hybrid if sizes.has_states else reference)
             for action in actions:
                 history.play(action)
             history.end()
@@ -275,20 +284,24 @@ def play(tiny: Path, reference: Reference, max_num_batched_tokens: int, memory: 
     check()
 
 
-STEP_TOKENS_AND_MEMORY = [(3, 1.25), (16, 1.25), (16, 3)]
+ALL_SIZES = [Sizes(3, 1.25), Sizes(16, 1.25), Sizes(16, 3), Sizes(3, 1.25, has_states=True), Sizes(16, 3, True)]
+
+
+@pytest.fixture(scope="session")
+def hybrid(tiny: Path) -> Reference:
+    """Return the expected texts of `tiny` with recurrent states beside it."""
+    return Reference(HybridModel(load_decoder(tiny)))  # type: ignore[arg-type]
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize(("max_num_batched_tokens", "memory"), STEP_TOKENS_AND_MEMORY)
+@pytest.mark.parametrize("sizes", ALL_SIZES, ids=str)
 def test_whatever_happens_everybody_is_answered_rightly(
-    tiny: Path, reference: Reference, max_num_batched_tokens: int, memory: float
+    tiny: Path, reference: Reference, hybrid: Reference, sizes: Sizes
 ) -> None:
-    play(tiny, reference, max_num_batched_tokens, memory, EXAMPLES)
+    play(tiny, reference, hybrid, sizes, EXAMPLES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("max_num_batched_tokens", "memory"), STEP_TOKENS_AND_MEMORY)
-def test_whatever_happens_and_however_often(
-    tiny: Path, reference: Reference, max_num_batched_tokens: int, memory: float
-) -> None:
-    play(tiny, reference, max_num_batched_tokens, memory, MANY)
+@pytest.mark.parametrize("sizes", ALL_SIZES, ids=str)
+def test_whatever_happens_and_however_often(tiny: Path, reference: Reference, hybrid: Reference, sizes: Sizes) -> None:
+    play(tiny, reference, hybrid, sizes, MANY)

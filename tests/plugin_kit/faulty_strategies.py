@@ -322,7 +322,7 @@ class WritesElsewhere(SoundCache):
     _whole: Sequence[KVLocation | None]
 
     def locate(self, rows: Rows[SingleBlockSequence]) -> Locations:
-        self._whole, _ = super().locate(rows)
+        self._whole = super().locate(rows).by_layer
         return Locations([None] * len(self._whole))
 
     def attend(self, layer: int, rows: Rows[SingleBlockSequence], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:

@@ -320,7 +320,7 @@ def test_scales_tell_of_numbers_in_int8() -> None:
     sequence = read_prompt(cache, list(range(8)))
     assert cache.store.find_finite_blocks(sequence.blocks) == [True, True]
     assert sequence.reserve(4)
-    (location,), _ = cache.locate(Rows([sequence], [4]))
+    (location,) = cache.locate(Rows([sequence], [4])).by_layer
     assert location is not None
     k = torch.full((4, 1, 4), math.nan)
     cache.setup.ops.write_kv(location.store, 0, k, k, location.at)

@@ -88,6 +88,6 @@ def test_prefill_and_short_texts_leave_all_layers_to_the_kernels() -> None:
     reading = open_prompt(world, random_text(1, 60, LAYERS), 40)
     for size, hooked in ((12, False), (1, False), (30, False), (1, True)):
         assert reading.sequence.reserve(size)
-        locations, _ = reading.cache.locate(Rows([reading.sequence], [size]))
+        locations = reading.cache.locate(Rows([reading.sequence], [size])).by_layer
         assert [each is None for each in locations] == [hooked] * len(LAYERS)
         step([(reading, size)])

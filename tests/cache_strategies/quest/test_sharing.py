@@ -26,7 +26,7 @@ from tests.contract.harness import World
 def is_choosing(reading: Reading) -> bool:
     """Return whether the next token of a text chooses blocks."""
     assert reading.sequence.reserve(1)
-    locations, _ = reading.cache.locate(Rows([reading.sequence], [1]))
+    locations = reading.cache.locate(Rows([reading.sequence], [1])).by_layer
     return locations[0] is None
 
 

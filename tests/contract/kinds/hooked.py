@@ -51,7 +51,7 @@ class HookedCache(SingleBlockCache[SingleBlockSequence]):
         return layer in self._computed
 
     def locate(self, rows: Rows[SingleBlockSequence]) -> Locations:
-        self._whole, _ = super().locate(rows)
+        self._whole = super().locate(rows).by_layer
         shown = [None if self.computes(i) else self._whole[i] for i in self.layers]
         return Locations(shown, make_tap_of_last_tokens(self.setup, rows, [each is not None for each in shown]))
 

@@ -1,0 +1,1 @@
+"""Recurrent states of a model's layers beside any strategy: slots, checkpoints, and the cache that pairs the two."""
