@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from cache_strategies.base import Rows
+from cache_strategies.block_hashes import BlockHash
 from cache_strategies.memory import Region
 from cache_strategies.types import (
     EVERYTHING,
@@ -163,3 +164,24 @@ class BlockNames(Protocol):
 
     def list_block_names(self) -> Collection[int]:
         """Return the names of all blocks that can be found, each in 32 bits; their order means nothing."""
+
+
+@runtime_checkable
+class BlockData(Protocol):
+    """A cache whose blocks can be read and written as bytes, so that they outlive it: on a disk, or in another process.
+
+    Two caches understand each other's bytes if they have the same options, model and dtype; so do their hashes.
+    """
+
+    def list_data(self) -> Sequence[BlockHash]:
+        """Return the hashes of all blocks that can be read now, of every group of layers."""
+
+    def read_data(self, block_hash: BlockHash) -> Tensor | None:
+        """Return a copy of what is in a block, [bytes] uint8; None if there is no computed block with this hash."""
+
+    def write_data(self, block_hash: BlockHash, data: Tensor) -> bool:
+        """Make a block with this hash and these bytes, idle until a sequence finds it.
+
+        Return False if there is one already, or if there is not enough memory. Raises ValueError for data of another
+        size than read_data() returns.
+        """

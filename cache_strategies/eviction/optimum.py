@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from cache_strategies.paged.prefix_index import BlockHash, BlockHasher
+from cache_strategies.block_hashes import BlockHash, BlockHasher
 from cache_strategies.types import NO_SALT
 
 NEVER = 1 << 62

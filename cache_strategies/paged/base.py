@@ -18,6 +18,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from cache_strategies.base import CacheSetup
+from cache_strategies.block_hashes import BlockHash, BlockHasher
 from cache_strategies.block_table import BlockTableCache, TableOptions, resolve_kv_dtype
 from cache_strategies.eviction import load_policy
 from cache_strategies.eviction.block_metrics import BlockMetrics
@@ -28,7 +29,7 @@ from cache_strategies.paged.block_copies import BlockCopies
 from cache_strategies.paged.block_pool import BlockPool
 from cache_strategies.paged.layer_groups import LayerGroup, LayerLayout, group_by_window
 from cache_strategies.paged.pins import Pins
-from cache_strategies.paged.prefix_index import BlockHash, BlockHasher, PendingBlocks
+from cache_strategies.paged.prefix_index import PendingBlocks
 from cache_strategies.paged.prefix_tree import PrefixTree, find_prefix, list_path, list_subtree
 from cache_strategies.paged.ref_counts import GroupMemory
 from cache_strategies.paged.state import PagedState
@@ -223,6 +224,37 @@ class PagedBase(BlockTableCache[PagedState]):
         while freed < num_bytes and self.pool.num_idle:
             freed += self.pool.evict()
         return freed
+
+    # ---------------------------------------------------------------- data of blocks
+    def list_data(self) -> Sequence[BlockHash]:
+        return [each for each in self.pool.list_hashes() if self._view_data(each)]
+
+    def read_data(self, block_hash: BlockHash) -> Tensor | None:
+        views = self._view_data(block_hash)
+        return torch.cat(views) if views else None
+
+    def write_data(self, block_hash: BlockHash, data: Tensor) -> bool:
+        group = block_hash.group
+        store = self._stores_by_group[group] if 0 <= group < len(self.columns) else None
+        if store is None or data.nbytes != (size := store.block_bytes * self.columns[group]):
+            raise ValueError(f"a block of group {group} has {0 if store is None else size} bytes, not {data.nbytes}")
+        if not self.prefix_cache or self.pool.find(block_hash) is not None:
+            return False
+        if (block := self.pool.allocate(group)) is None:
+            return False
+        self.pool.publish(block_hash, block)
+        for view, part in zip(self._view_data(block_hash), data.split(store.block_bytes), strict=True):
+            view.copy_(part)
+        self.pool.decref(block, ttl=self.ttl)
+        return True
+
+    def _view_data(self, block_hash: BlockHash) -> list[Tensor]:
+        """Return the bytes of a block in each of its allocations [bytes]; none if it is unknown or not computed yet."""
+        block = self.pool.find(block_hash)
+        store = self._stores_by_group[block_hash.group]
+        if block is None or block in self.pending or store is None:
+            return []
+        return [store.blocks[each, : store.block_bytes] for each in self.pool.columns(block)]
 
     # ---------------------------------------------------------------- pins and dropped prefixes
     def clear(self, scope: SaltScope = EVERYTHING) -> int:

@@ -14,10 +14,11 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_strategies.block_hashes import BlockHash
 from cache_strategies.eviction.block_metrics import BlockMetrics
 from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.memory import Region
-from cache_strategies.paged.prefix_index import BlockHash, PrefixIndex
+from cache_strategies.paged.prefix_index import PrefixIndex
 from cache_strategies.paged.ref_counts import GroupMemory, RefCounts
 from cache_strategies.types import Miss, SaltScope
 

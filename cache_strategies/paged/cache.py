@@ -12,8 +12,8 @@ from itertools import chain
 from typing import ClassVar
 
 from cache_strategies.base import Locations, Rows
+from cache_strategies.block_hashes import BlockHash
 from cache_strategies.paged.base import PagedBase, longest_row_of
-from cache_strategies.paged.prefix_index import BlockHash
 from cache_strategies.paged.state import PagedState
 from cache_strategies.types import Miss, Salt, Text, count_reusable_tokens
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cache_strategies.paged.prefix_index import BlockHash, Prefix
+from cache_strategies.block_hashes import BlockHash, Prefix
 from cache_strategies.types import Pin, SaltScope
 
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 from operator import attrgetter
 
+from cache_strategies.block_hashes import BlockHash
 from cache_strategies.paged.block_pool import BlockPool
 from cache_strategies.paged.pins import Pins
-from cache_strategies.paged.prefix_index import BlockHash
 from cache_strategies.types import CachedPrefix, Salt
 
 NO_PARENT = -1

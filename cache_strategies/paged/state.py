@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from cache_strategies.block_hashes import BlockHash, BlockHasher
 from cache_strategies.block_table import TableSequence
-from cache_strategies.paged.prefix_index import BlockHash, BlockHasher
 from cache_strategies.types import Salt
 
 

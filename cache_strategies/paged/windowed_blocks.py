@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from cache_strategies.block_hashes import BlockHash
 from cache_strategies.block_table import BlockTable
 from cache_strategies.paged.block_copies import BlockCopies
 from cache_strategies.paged.block_pool import BlockPool
 from cache_strategies.paged.layer_groups import LayerLayout, count_blocks_for_hit, count_kept_blocks
-from cache_strategies.paged.prefix_index import BlockHash, PendingBlocks
+from cache_strategies.paged.prefix_index import PendingBlocks
 from cache_strategies.paged.state import PagedState
 
 PASSED = -1  # eviction priority of blocks that a window has passed; requests have priorities from 0 on

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cache_strategies.base import CacheSetup, Locations, Rows
+from cache_strategies.block_hashes import BlockHash
 from cache_strategies.block_table import resolve_kv_dtype
 from cache_strategies.memory import Region
 from cache_strategies.paged.cache import PagedCache, PagedSequence
@@ -216,6 +217,12 @@ class QuestCache(PagedCache):
                 assert heir is None, "a row that others wait for reads all keys"
                 self.promised.discard(block)
                 self.pool.unpublish(block)
+
+    def write_data(self, block_hash: BlockHash, data: Tensor) -> bool:
+        is_written = super().write_data(block_hash, data)
+        if is_written and (block := self.pool.find(block_hash)) is not None and block_hash.group == 0:
+            self._has_summary[self.pool.columns(block)[0]] = False  # it may be of another version
+        return is_written
 
     # ---------------------------------------------------------------- reports
     def count_visible(self, layer: int, length: int) -> int | None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import CacheSetup, KVCache, KVSequence, Locations, Rows
-from cache_strategies.features import Clearing, SelfChecking
-from cache_strategies.paged.prefix_index import BlockHash, BlockHasher
+from cache_strategies.block_hashes import STATES, BlockHash, BlockHasher
+from cache_strategies.features import BlockData, Clearing, SelfChecking
 from cache_strategies.states.prefix_names import PrefixNames
 from cache_strategies.states.slots import StateSlots
 from cache_strategies.types import EVERYTHING, CacheUsage, Geometry, SaltScope, Sizes, Text
@@ -287,6 +287,32 @@ class HybridCache(KVCache[HybridSequence]):
             if scope.includes(sequence.names.salt):
                 sequence.names.stop()
         return before - self.setup.memory.held_bytes
+
+    # ---------------------------------------------------------------- data of blocks and checkpoints
+    def list_data(self) -> Sequence[BlockHash]:
+        """Return the names of what can be read: checkpoints, and the strategy's blocks (features.BlockData)."""
+        blocks = self.strategy.list_data() if isinstance(self.strategy, BlockData) else ()
+        return [*blocks, *self.slots.list_checkpoints()]
+
+    def read_data(self, block_hash: BlockHash) -> Tensor | None:
+        """Return a copy of what is in a checkpoint or a block, [bytes] uint8; None if there is none of this name."""
+        if block_hash.group != STATES:
+            return self.strategy.read_data(block_hash) if isinstance(self.strategy, BlockData) else None
+        slot = self.slots.find(block_hash)
+        return None if slot is None else self.store.slots[slot].clone()
+
+    def write_data(self, block_hash: BlockHash, data: Tensor) -> bool:
+        """Make a checkpoint or a block with this name and these bytes, as features.BlockData says."""
+        if block_hash.group != STATES:
+            return isinstance(self.strategy, BlockData) and self.strategy.write_data(block_hash, data)
+        if data.nbytes != self.store.slot_bytes:
+            raise ValueError(f"states have {self.store.slot_bytes} bytes, not {data.nbytes}")
+        if self._hasher is None or self.slots.find(block_hash) is not None or (slot := self.slots.allocate()) is None:
+            return False
+        self.store.slots[slot].copy_(data)
+        self.slots.publish(block_hash, slot)
+        self.slots.release(slot)
+        return True
 
     # ---------------------------------------------------------------- reports
     def count_visible(self, layer: int, length: int) -> int | None:

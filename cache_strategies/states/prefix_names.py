@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_strategies.paged.prefix_index import BlockHash, BlockHasher
+from cache_strategies.block_hashes import STATES, BlockHash, BlockHasher
 from cache_strategies.types import Salt
 
 
@@ -45,7 +45,7 @@ class PrefixNames:
             found = hasher.hash_block_tokens(parent, self._tokens[end - size : end])
             if found is None:  # an embedding without a token id
                 break
-            hashes.append(found)
+            hashes.append(found._replace(group=STATES))
         return [((i + 1) * size, hashes[i]) for i in reversed(range(min(num_tokens // size, len(hashes))))]
 
     def find(self, num_tokens: int) -> BlockHash | None:

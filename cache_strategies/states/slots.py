@@ -7,12 +7,12 @@ is in a slot.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from cache_strategies.block_hashes import BlockHash
 from cache_strategies.memory import Region
-from cache_strategies.paged.prefix_index import BlockHash
 from cache_strategies.types import BlockInfo, BlockState, SaltScope
 
 
@@ -62,6 +62,10 @@ class StateSlots:
     def find(self, name: BlockHash) -> int | None:
         """Return the slot of a checkpoint."""
         return self._checkpoints.get(name)
+
+    def list_checkpoints(self) -> Sequence[BlockHash]:
+        """Return the names of all checkpoints."""
+        return list(self._checkpoints)
 
     def publish(self, name: BlockHash, slot: int) -> bool:
         """Make a slot that is in use the checkpoint of a prefix; return False if the prefix or the slot has one."""

@@ -40,6 +40,7 @@ from server.engine.device import (
     free_memory,
     limit_memory,
 )
+from server.engine.extension import StepExtension
 from server.engine.grammar.compiler import GrammarCompiler
 from server.engine.grammar.waiting import WaitingForGrammars
 from server.engine.isolation.fallbacks import Fallbacks
@@ -84,12 +85,16 @@ class Engine:
 
 
 def build_engine(
-    settings: Settings, *, calls: CallObserver | None = None, disabled: Mapping[str, str] | None = None
+    settings: Settings,
+    *,
+    calls: CallObserver | None = None,
+    disabled: Mapping[str, str] | None = None,
+    extensions: Sequence[StepExtension] = (),
 ) -> Engine:
     """Load the model, plan the KV memory and return the engine. Raises SettingsError for settings that cannot work.
 
     `calls` sees every call of a strategy. Requests for the instances `disabled` are refused with the reasons given
-    there.
+    there. The hooks of `extensions` are called after those of the built-in ones.
     """
     directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
     info = read_model_info(directory, settings.model_impl)
@@ -145,7 +150,7 @@ def build_engine(
     factory = RequestFactory(selector, isolation, fallbacks, rollouts, memory, scheduler, model.info.eos_ids, grammars)
     runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample), tracer)
     waiting = WaitingForGrammars(grammars, limits.max_queued_requests)
-    core = Core(runner, isolation, memory, scheduler, factory, [waiting, shadows, fallbacks, rollouts])
+    core = Core(runner, isolation, memory, scheduler, factory, [waiting, shadows, fallbacks, rollouts, *extensions])
     name, *aliases = settings.model_names
     return Engine(
         settings, name, aliases, directory, core, shadows, rollouts, grammars, instances, device, kernels, max_seq_len

@@ -54,9 +54,12 @@ class StepOutput(NamedTuple):
         )
 
     def count_entered_tokens(self) -> list[int]:
-        """Return the number of tokens of each row to commit; rejected draft tokens do not count."""
+        """Return the number of tokens of each row to commit; rejected drafts do not count, nor any of an extension."""
         results = self.sampled.results
-        return [s.num_tokens + (results[s.request].num_accepted if s.draft else 0) for s in self.scheduled]
+        return [
+            s.num_tokens + (results[s.request].num_accepted if s.draft and s.num_observed is None else 0)
+            for s in self.scheduled
+        ]
 
 
 class ModelRunner:

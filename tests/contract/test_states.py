@@ -351,6 +351,21 @@ def test_a_running_text_leaves_no_checkpoint_once_its_salt_is_cleared() -> None:
     assert hybrid.states_region.num_held == 0
 
 
+def test_a_text_goes_on_in_another_cache_with_checkpoints_that_were_read_as_bytes() -> None:
+    first, second = Hybrid(PAGED, 20), Hybrid(PAGED, 20)
+    first.read(TOKENS).sequence.close()
+    for name in first.cache.list_data():
+        data = first.cache.read_data(name)
+        assert data is not None
+        with pytest.raises(ValueError, match="bytes, not"):
+            second.cache.write_data(name, data[:-1])
+        assert second.cache.write_data(name, data)
+        assert not second.cache.write_data(name, data), "it is there already"
+    second.world.check_integrity()
+    assert second.compute_again(TOKENS) == first.compute_again(TOKENS) == 4
+    assert second.compute_again([*TOKENS[:50], 1, 2]) == 12
+
+
 def test_a_running_text_gets_the_slots_of_idle_checkpoints() -> None:
     hybrid = Hybrid(PAGED, 4, max_seq_len=100)
     memory = hybrid.world.memory

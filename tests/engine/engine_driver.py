@@ -22,6 +22,7 @@ from config.errors import SettingsError
 from config.settings import Settings
 from server.engine.batch import attend_at
 from server.engine.build import Engine, build_engine
+from server.engine.extension import StepExtension
 from server.engine.ipc.messages import (
     Admitted,
     Caching,
@@ -118,10 +119,13 @@ class RequestEvents:
 class Driver:
     """A core, and a worker that receives its events."""
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
+    def __init__(self, directory: Path, *, extensions: Sequence[StepExtension] = (), **settings: Any) -> None:
         defaults: dict[str, Any] = {"weights_cache": "off", "dtype": "float32", "threads": 1, "kv_memory": "4MiB"}
         defaults["device"] = "cpu"  # where there is a card, too, unless a test names another device
-        self.engine: Engine = build_engine(Settings(model=str(directory), **(defaults | settings)))
+        self.engine: Engine = build_engine(
+            Settings(model=str(directory), **(defaults | settings)), extensions=extensions
+        )
+        self._with_seats: Sequence[Any] = [self.engine.shadows, *extensions]  # len() is the number of their seats
         self.core = self.engine.core
         self.heard: dict[str, RequestEvents] = {}
         self.steps: list[StepResult] = []
@@ -203,7 +207,7 @@ class Driver:
         assert all(request.sequence is not None for request in running)
         assert all(request.sequence is None for request in waiting)
         seats = sum(cache.usage().seats for cache in self.core.instances.values())
-        assert len(running) + len(self.engine.shadows) == seats
+        assert len(running) + sum(map(len, self._with_seats)) == seats
 
     def assert_nothing_leaked(self) -> None:
         """Assert that no request is left, and that all memory is free once idle memory is evicted."""

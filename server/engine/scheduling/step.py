@@ -26,7 +26,8 @@ class Scheduled(NamedTuple):
     draft: Sequence[int] = ()
     samples: bool = False  # whether the row reaches the end of the text, so that a token is sampled after it
     scores_prompt: bool = False  # whether the log-probabilities of its tokens are computed
-    # For a row that an extension has added, where nothing is sampled: the number of last tokens whose logits it gets
+    # For a row that an extension has added, where nothing is sampled: the number of last tokens whose logits it gets.
+    # Its draft tokens are computed, and never enter the cache
     num_observed: int | None = None
 
 

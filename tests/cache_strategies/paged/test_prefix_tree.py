@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from cache_strategies.base import KVCache
+from cache_strategies.block_hashes import BlockHash
 from cache_strategies.features import PrefixListing
 from cache_strategies.paged.cache import PagedCache, PagedSequence
-from cache_strategies.paged.prefix_index import BlockHash
 from cache_strategies.types import NO_SALT, CachedPrefix, PinError, Salt, Text
 from kernels.types import LayerSpec
 from tests.cache_strategies.cache_driver import (
