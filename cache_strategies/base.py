@@ -120,7 +120,7 @@ class Locations(NamedTuple):
     # checked and prepared once
     by_layer: Sequence[KVLocation | None]
     tap: QueryTap | None = None  # a request for copies of recent queries, which are there when commit() is called
-    states: States | None = None  # of layers with recurrent states (states/hybrid.py); strategies leave it out
+    states: States | None = None  # of layers with recurrent states (states/cache.py); strategies leave it out
 
 
 @dataclass(frozen=True)

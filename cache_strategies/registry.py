@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from cache_strategies.base import INTERFACE_VERSION, CacheSetup, KVCache, Options
 from cache_strategies.memory import Bounds, Memory
 from cache_strategies.plugins import MissingClassError, list_plugins, load_class
-from cache_strategies.states.hybrid import HybridCache, PairedStrategy
+from cache_strategies.states.cache import PairedStrategy, StateCache
 from cache_strategies.types import Geometry, Sizes
 from config.errors import SettingsError
 from config.settings import StrategySettings
@@ -147,7 +147,7 @@ def compute_sizes(instance: DeclaredInstance, geometry: Geometry) -> Sizes:
 def _pair(instance: DeclaredInstance, geometry: Geometry) -> tuple[type[KVCache[Any]], Any]:
     """Return the class and the options of an instance's cache: its strategy, beside states if the model has any."""
     if geometry.states:
-        return HybridCache, PairedStrategy(instance.cls, instance.options)
+        return StateCache, PairedStrategy(instance.cls, instance.options)
     return instance.cls, instance.options
 
 

@@ -16,7 +16,6 @@ from cache_strategies.spaces import find_space
 from cache_strategies.types import Geometry, Sizes, Text
 from config.settings import StrategySettings
 from kernels.ops import Ops
-from kernels.states import StateSpec
 from kernels.types import LayerSpec
 from plugin_kit.driver.steps import Reading
 from plugin_kit.driver.texts import MODEL, RandomText
@@ -33,7 +32,6 @@ class World:
         ops: Ops,
         *,
         layers: Sequence[LayerSpec] = MODEL,
-        states: Sequence[StateSpec] = (),
         dtype: torch.dtype = torch.float32,
         max_seats: int = 8,
         max_seq_len: int = 160,
@@ -45,7 +43,7 @@ class World:
         """Make the caches. By default there is memory for twice `max_seats` sequences of max_seq_len per instance."""
         self.layers, self.dtype = layers, dtype
         self._declared = {each.name: each for each in registry.resolve_instances(strategies)}
-        self._geometry = Geometry(layers, dtype, max_seats, max_seq_len, max_num_batched_tokens, states)
+        self._geometry = Geometry(layers, dtype, max_seats, max_seq_len, max_num_batched_tokens)
         space = space or find_space("cpu")
         if memory_bytes is None:
             longest = (self.get_sizes(name).count_bytes(max_seq_len, space.round_block) for name in self._declared)

@@ -32,7 +32,7 @@ from cache_strategies.features import (
     SelfChecking,
 )
 from cache_strategies.memory import Memory, Region
-from cache_strategies.states.hybrid import HybridCache, HybridSequence
+from cache_strategies.states.cache import StateCache, StateSequence
 from cache_strategies.types import (
     NO_SALT,
     BlockEvents,
@@ -96,7 +96,7 @@ class Instance:
         """Use another cache of the same setup from now on. No sequence may be open."""
         assert not self._open
         self.cache, self.is_suspended, self._keeps_idle_blocks = cache, False, False
-        self.states = cache if isinstance(cache, HybridCache) else None  # beside the strategy, if the model has any
+        self.states = cache if isinstance(cache, StateCache) else None  # beside the strategy, if the model has any
         self.strategy = strategy = cache if self.states is None else self.states.strategy
         self.setup, self.contract = cache.setup, cache.contract
         self._bytes_by_tokens: dict[int, int] = {}
@@ -355,7 +355,7 @@ class Instance:
 
     def _overrides(self, sequence: KVSequence, method: str) -> bool:
         """Return whether the strategy's sequences have a method of their own: else it does nothing."""
-        cls = type(sequence.keys if isinstance(sequence, HybridSequence) else sequence)
+        cls = type(sequence.keys if isinstance(sequence, StateSequence) else sequence)
         return getattr(cls, method) is not getattr(KVSequence, method)
 
     def compact(self, sequence: KVSequence, length: int) -> Compaction | None:

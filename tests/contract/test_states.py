@@ -9,20 +9,24 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 
-from cache_strategies.base import KVSequence
-from cache_strategies.states.hybrid import HybridCache, PairedStrategy
-from cache_strategies.types import EVERYTHING, NO_SALT, Salt, SaltScope, Text
+from cache_strategies import registry
+from cache_strategies.base import CacheSetup, KVSequence
+from cache_strategies.memory import make_memory
+from cache_strategies.spaces import find_space
+from cache_strategies.states.cache import PairedStrategy, StateCache
+from cache_strategies.types import EVERYTHING, NO_SALT, Geometry, Salt, SaltScope, Text
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
 from plugin_kit.driver.steps import count_until_stop, find_instance
+from plugin_kit.driver.texts import MODEL
+from plugin_kit.driver.world import POISON
 from server.engine.batch import Batch, RowInput
-from tests.contract import toy_states
-from tests.contract.harness import World, every_instance
+from tests.contract import harness, toy_states
+from tests.contract.harness import every_instance
 
 NAME = "checked"
 SALTS = (NO_SALT, Salt("tenant", ""), Salt("tenant", "salt"))
@@ -42,17 +46,30 @@ class TextReading:
         return len(self.tokens) - self.sequence.length
 
 
-class Hybrid:
+class Pair:
     """One strategy beside the toy's states."""
 
-    def __init__(self, settings: StrategySettings, interval: int = 16, **sizes: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PairedStrategy.__new__, "__defaults__", (interval,))
-            self.world = World({NAME: settings}, states=toy_states.LAYERS, **sizes)
-        cache = self.world.caches[NAME]
-        assert isinstance(cache, HybridCache)
-        self.cache = cache
-        *_, self.states_region = self.world.memory.list_regions(NAME)
+    def __init__(
+        self,
+        settings: StrategySettings,
+        interval: int,
+        *,
+        layers: Sequence[LayerSpec] = MODEL,
+        max_seq_len: int = MAX_SEQ_LEN,
+    ) -> None:
+        """Make both in a memory for 16 texts, which is filled with NaN."""
+        (declared,) = registry.resolve_instances({NAME: settings})
+        strategy = PairedStrategy(declared.cls, declared.options, interval)
+        geometry = Geometry(layers, torch.float32, 8, max_seq_len, max_seq_len, toy_states.LAYERS)
+        sizes = StateCache.sizes(strategy, geometry)
+        self.memory = make_memory(16 * sizes.count_bytes(max_seq_len, find_space("cpu").round_block))
+        own = self.memory.add_instance(NAME)
+        self.cache = StateCache(CacheSetup(NAME, geometry, own, harness.make_ops()), strategy)
+        self.memory.set_owner(NAME, self.cache)
+        self.memory.set_sizes(NAME, sizes, max_seq_len)
+        for region in own.regions:
+            region.memory.fill_(POISON)
+        *_, self.states_region = own.regions
 
     def open(self, tokens: Sequence[int], salt: Salt = NO_SALT, *, prompt: int | None = None) -> TextReading | None:
         """Open a sequence for a text; the tokens after `prompt` ones are not known before they are computed."""
@@ -117,8 +134,12 @@ class Hybrid:
             for (reading, row, right), length, count in zip(in_order, before, batch.num_committed, strict=True):
                 assert reading.sequence.length == length + count
                 assert count == right if right == len(row.tokens) else count <= right
-        self.world.check_integrity()
+        self.check_integrity()
         return True
+
+    def check_integrity(self) -> None:
+        self.memory.check_integrity()
+        self.cache.check_integrity()
 
 
 def draw_text(rng: random.Random, known: Sequence[Sequence[int]]) -> list[int]:
@@ -135,8 +156,8 @@ def test_states_are_those_of_the_text_in_any_history(name: str) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     few = rng.random() < 0.5  # memory for few sequences, so that checkpoints are evicted and rows refused
-    hybrid = Hybrid(every_instance()[name], rng.choice([8, 16, 50]), max_seq_len=MAX_SEQ_LEN)
-    cache, memory = hybrid.cache, hybrid.world.memory
+    pair = Pair(every_instance()[name], rng.choice([8, 16, 50]), max_seq_len=MAX_SEQ_LEN)
+    cache, memory = pair.cache, pair.memory
     if few:
         most = memory.count_sequence_bytes(NAME, MAX_SEQ_LEN)
         memory.set_share(NAME, floor=0, limit=int(most * rng.uniform(1, 3)))
@@ -146,17 +167,17 @@ def test_states_are_those_of_the_text_in_any_history(name: str) -> None:
         kind = rng.choice(["open", "step", "step", "step", "fail", "fork", "close", "evict", "clear"])
         if kind == "open" and len(opened) < 6:
             texts.append(draw_text(rng, texts))
-            reading = hybrid.open(texts[-1], rng.choice(SALTS), prompt=rng.randint(1, len(texts[-1])))
+            reading = pair.open(texts[-1], rng.choice(SALTS), prompt=rng.randint(1, len(texts[-1])))
             opened += [] if reading is None else [reading]
         elif kind in ("step", "fail") and (going := [each for each in opened if each.left]):
             chosen = rng.sample(going, rng.randint(1, len(going)))
             rows = [(each, rng.choice([1, 1, 5, 40])) for each in chosen]
             drafts = [(rng.randint(0, 3), rng.randint(0, 2)) if rng.random() < 0.3 else (0, 0) for _ in rows]
-            if not hybrid.step(rows, drafts, fails=kind == "fail") and opened:
+            if not pair.step(rows, drafts, fails=kind == "fail") and opened:
                 opened.pop(rng.randrange(len(opened))).sequence.close()  # as if it was preempted
             elif kind == "fail":
                 for row in rows:
-                    hybrid.step([row])
+                    pair.step([row])
         elif kind == "fork" and opened and len(opened) < 6:
             parent = rng.choice(opened)
             child = parent.sequence.fork() if parent.sequence.length else None
@@ -174,7 +195,7 @@ def test_states_are_those_of_the_text_in_any_history(name: str) -> None:
             assert before - memory.get_held_bytes(NAME) >= min(promised, wanted)
         elif kind == "clear":
             cache.clear(rng.choice([EVERYTHING, SaltScope("tenant"), SaltScope("tenant", "salt")]))
-        hybrid.world.check_integrity()
+        pair.check_integrity()
     for reading in opened:
         reading.sequence.close()
     cache.evict(1 << 30)
@@ -186,137 +207,137 @@ TOKENS = list(range(100))
 
 
 def test_a_text_goes_on_from_the_last_block_before_its_end() -> None:
-    hybrid = Hybrid(PAGED, 1000)
-    hybrid.read(TOKENS).sequence.close()
-    assert hybrid.compute_again(TOKENS) == 4  # the last of 25 blocks: one token of it is needed anyway
-    assert hybrid.compute_again([*TOKENS, 7, 8, 9]) == 7
+    pair = Pair(PAGED, 1000)
+    pair.read(TOKENS).sequence.close()
+    assert pair.compute_again(TOKENS) == 4  # the last of 25 blocks: one token of it is needed anyway
+    assert pair.compute_again([*TOKENS, 7, 8, 9]) == 7
 
 
 @pytest.mark.parametrize("changed", range(0, 100, 9))
 def test_after_a_change_at_most_an_interval_is_computed_again(changed: int) -> None:
-    hybrid, interval = Hybrid(PAGED, 20), 20
-    hybrid.read(TOKENS).sequence.close()
+    pair, interval = Pair(PAGED, 20), 20
+    pair.read(TOKENS).sequence.close()
     other = [*TOKENS[:changed], *range(200, 300 - changed)]
-    assert 0 <= hybrid.compute_again(other) - (100 - changed) < interval
+    assert 0 <= pair.compute_again(other) - (100 - changed) < interval
 
 
 def test_what_branches_off_leaves_a_checkpoint_there() -> None:
-    hybrid = Hybrid(PAGED, 1000)
-    hybrid.read(TOKENS).sequence.close()
+    pair = Pair(PAGED, 1000)
+    pair.read(TOKENS).sequence.close()
     branches = [[*TOKENS[:60], *range(200 + 50 * i, 230 + 50 * i)] for i in range(3)]
-    assert [hybrid.compute_again(each) for each in branches] == [90, 30, 30]
+    assert [pair.compute_again(each) for each in branches] == [90, 30, 30]
 
 
 def test_checkpoints_within_a_row_are_kept_however_it_is_cut() -> None:
     for chunk in (1, 7, 64, 100):
-        hybrid = Hybrid(PAGED, 12)
-        hybrid.read(TOKENS, chunk).sequence.close()
-        assert hybrid.compute_again(TOKENS[:40]) == 4
-        assert hybrid.compute_again([*TOKENS[:50], 1, 1, 1, 1]) == 54 - 48
+        pair = Pair(PAGED, 12)
+        pair.read(TOKENS, chunk).sequence.close()
+        assert pair.compute_again(TOKENS[:40]) == 4
+        assert pair.compute_again([*TOKENS[:50], 1, 1, 1, 1]) == 54 - 48
 
 
 def test_a_strategy_that_finds_no_tokens_keeps_no_checkpoint() -> None:
-    hybrid = Hybrid(StrategySettings(kind="sliding_window", window=60), 8)
-    hybrid.read(TOKENS).sequence.close()
-    assert hybrid.states_region.num_held == 0
-    assert hybrid.compute_again(TOKENS) == 100
+    pair = Pair(StrategySettings(kind="sliding_window", window=60), 8)
+    pair.read(TOKENS).sequence.close()
+    assert pair.states_region.num_held == 0
+    assert pair.compute_again(TOKENS) == 100
 
 
 def test_tokens_before_rejected_drafts_are_computed_again() -> None:
-    hybrid = Hybrid(PAGED, 1000)
-    reading = hybrid.open(TOKENS)
+    pair = Pair(PAGED, 1000)
+    reading = pair.open(TOKENS)
     assert reading is not None
-    assert hybrid.step([(reading, 50)])
-    assert hybrid.step([(reading, 1)], [(2, 2)])
+    assert pair.step([(reading, 50)])
+    assert pair.step([(reading, 1)], [(2, 2)])
     assert reading.sequence.length == 50, "there are no states behind the accepted drafts"
-    assert hybrid.step([(reading, 3)])
-    assert hybrid.step([(reading, 1)], [(3, 0)])
+    assert pair.step([(reading, 3)])
+    assert pair.step([(reading, 1)], [(3, 0)])
     assert reading.sequence.length == 57, "a draft that is accepted as a whole is committed"
 
 
 def test_drafts_are_committed_up_to_a_checkpoint_in_their_row() -> None:
-    hybrid = Hybrid(PAGED, 52)
-    reading = hybrid.open(TOKENS)
+    pair = Pair(PAGED, 52)
+    reading = pair.open(TOKENS)
     assert reading is not None
-    assert hybrid.step([(reading, 50)])
-    assert hybrid.step([(reading, 1)], [(3, 1)])
+    assert pair.step([(reading, 50)])
+    assert pair.step([(reading, 1)], [(3, 1)])
     assert reading.sequence.length == 52
 
 
 def test_states_after_wrong_drafts_are_no_checkpoint() -> None:
-    hybrid = Hybrid(PAGED, 4)
-    reading = hybrid.open(TOKENS)
+    pair = Pair(PAGED, 4)
+    reading = pair.open(TOKENS)
     assert reading is not None
-    assert hybrid.step([(reading, 50)])
-    assert hybrid.step([(reading, 1)], [(3, 4)])
+    assert pair.step([(reading, 50)])
+    assert pair.step([(reading, 1)], [(3, 4)])
     assert reading.sequence.length == 52
     reading.sequence.close()
-    hybrid.read(TOKENS)
-    assert hybrid.compute_again(TOKENS[:58]) == 2
+    pair.read(TOKENS)
+    assert pair.compute_again(TOKENS[:58]) == 2
 
 
 def test_generated_tokens_are_found_by_the_next_prompt() -> None:
-    hybrid = Hybrid(PAGED, 20)
-    reading = hybrid.open(TOKENS, prompt=10)
+    pair = Pair(PAGED, 20)
+    reading = pair.open(TOKENS, prompt=10)
     assert reading is not None
     while reading.left:
-        hybrid.step([(reading, 10)])
+        pair.step([(reading, 10)])
     reading.sequence.close()
-    assert hybrid.compute_again([*TOKENS[:90], 1, 2, 3]) == 13
+    assert pair.compute_again([*TOKENS[:90], 1, 2, 3]) == 13
 
 
 def test_a_fork_shares_states_until_it_goes_on() -> None:
-    hybrid = Hybrid(PAGED, 1000)
-    parent = hybrid.read(TOKENS[:50])
-    held = hybrid.states_region.num_held
+    pair = Pair(PAGED, 1000)
+    parent = pair.read(TOKENS[:50])
+    held = pair.states_region.num_held
     children = [parent.sequence.fork() for _ in range(3)]
-    assert hybrid.states_region.num_held == held, "a fork takes no slot before its first row"
+    assert pair.states_region.num_held == held, "a fork takes no slot before its first row"
     readings = [TextReading(child, [*TOKENS[:50], i, i, i]) for i, child in enumerate(children) if child is not None]
     assert len(readings) == 3
     for _ in range(3):
-        assert hybrid.step([(each, 1) for each in readings])
+        assert pair.step([(each, 1) for each in readings])
     parent.tokens = TOKENS
-    assert hybrid.step([(parent, 10)])
+    assert pair.step([(parent, 10)])
 
 
 def test_a_text_whose_keys_are_being_computed_begins_by_itself() -> None:
-    hybrid = Hybrid(PAGED, 1000)
-    first, second = hybrid.open(TOKENS), hybrid.open(TOKENS)
+    pair = Pair(PAGED, 1000)
+    first, second = pair.open(TOKENS), pair.open(TOKENS)
     assert first is not None
     assert second is not None
     while first.left or second.left:
-        assert hybrid.step([(each, 30) for each in (first, second) if each.left])
+        assert pair.step([(each, 30) for each in (first, second) if each.left])
 
 
 def test_a_text_begins_anew_if_the_one_ends_that_computes_its_tokens() -> None:
-    hybrid = Hybrid(PAGED, 20)
-    hybrid.read(TOKENS).sequence.close()
-    hybrid.cache.strategy.evict(1 << 30)  # now there are checkpoints without keys
-    first, second = hybrid.open(TOKENS), hybrid.open(TOKENS)
+    pair = Pair(PAGED, 20)
+    pair.read(TOKENS).sequence.close()
+    pair.cache.strategy.evict(1 << 30)  # now there are checkpoints without keys
+    first, second = pair.open(TOKENS), pair.open(TOKENS)
     assert first is not None
     assert second is not None
     assert (first.sequence.length, second.sequence.length) == (0, 96)
-    assert hybrid.step([(first, 50)])
+    assert pair.step([(first, 50)])
     assert not second.sequence.ready()
     first.sequence.close()
     assert second.sequence.ready()
     assert second.sequence.length == 40, "the last checkpoint within the tokens that were computed"
     while second.left:
-        assert hybrid.step([(second, 30)])
+        assert pair.step([(second, 30)])
 
 
 def test_a_text_is_refused_if_there_is_no_slot_for_it() -> None:
-    hybrid = Hybrid(PAGED, 1000, layers=[LayerSpec(1, 1, 8, 8)])
-    memory = hybrid.world.memory
-    hybrid.read(TOKENS[:3], 1)
+    pair = Pair(PAGED, 1000, layers=[LayerSpec(1, 1, 8, 8)])
+    memory = pair.memory
+    pair.read(TOKENS[:3], 1)
     held = memory.get_held_bytes(NAME)
-    second = hybrid.open(TOKENS[:2])
+    second = pair.open(TOKENS[:2])
     assert second is not None
     enough = memory.get_held_bytes(NAME)
     second.sequence.close()
-    for limit, is_refused in ((enough, False), (enough - hybrid.states_region.size, True)):
+    for limit, is_refused in ((enough, False), (enough - pair.states_region.size, True)):
         memory.set_share(NAME, floor=0, limit=limit)
-        second = hybrid.open(TOKENS[:2])
+        second = pair.open(TOKENS[:2])
         assert (second is None) is is_refused
         if second is not None:
             second.sequence.close()
@@ -324,35 +345,35 @@ def test_a_text_is_refused_if_there_is_no_slot_for_it() -> None:
 
 
 def test_states_that_may_be_nan_are_not_found() -> None:
-    hybrid = Hybrid(PAGED, 8)
-    reading = hybrid.read(TOKENS)
+    pair = Pair(PAGED, 8)
+    reading = pair.read(TOKENS)
     reading.sequence.spoiled = True
     reading.sequence.close()
-    assert hybrid.states_region.num_held == 0
-    assert hybrid.compute_again(TOKENS) == 100
+    assert pair.states_region.num_held == 0
+    assert pair.compute_again(TOKENS) == 100
 
 
 def test_checkpoints_are_found_under_their_salt_alone_and_cleared_by_it() -> None:
-    hybrid = Hybrid(PAGED, 1000)
+    pair = Pair(PAGED, 1000)
     for salt in SALTS:
-        assert hybrid.compute_again(TOKENS, salt) == 100
-    hybrid.cache.clear(SaltScope("tenant", "salt"))
-    assert [hybrid.compute_again(TOKENS, salt) for salt in SALTS] == [4, 4, 100]
+        assert pair.compute_again(TOKENS, salt) == 100
+    pair.cache.clear(SaltScope("tenant", "salt"))
+    assert [pair.compute_again(TOKENS, salt) for salt in SALTS] == [4, 4, 100]
 
 
 def test_a_running_text_leaves_no_checkpoint_once_its_salt_is_cleared() -> None:
-    hybrid = Hybrid(PAGED, 8)
-    reading = hybrid.open(TOKENS)
+    pair = Pair(PAGED, 8)
+    reading = pair.open(TOKENS)
     assert reading is not None
-    assert hybrid.step([(reading, 50)])
-    hybrid.cache.clear(EVERYTHING)
-    assert hybrid.step([(reading, 50)])
+    assert pair.step([(reading, 50)])
+    pair.cache.clear(EVERYTHING)
+    assert pair.step([(reading, 50)])
     reading.sequence.close()
-    assert hybrid.states_region.num_held == 0
+    assert pair.states_region.num_held == 0
 
 
 def test_a_text_goes_on_in_another_cache_with_checkpoints_that_were_read_as_bytes() -> None:
-    first, second = Hybrid(PAGED, 20), Hybrid(PAGED, 20)
+    first, second = Pair(PAGED, 20), Pair(PAGED, 20)
     first.read(TOKENS).sequence.close()
     for name in first.cache.list_data():
         data = first.cache.read_data(name)
@@ -361,15 +382,15 @@ def test_a_text_goes_on_in_another_cache_with_checkpoints_that_were_read_as_byte
             second.cache.write_data(name, data[:-1])
         assert second.cache.write_data(name, data)
         assert not second.cache.write_data(name, data), "it is there already"
-    second.world.check_integrity()
+    second.check_integrity()
     assert second.compute_again(TOKENS) == first.compute_again(TOKENS) == 4
     assert second.compute_again([*TOKENS[:50], 1, 2]) == 12
 
 
 def test_a_running_text_gets_the_slots_of_idle_checkpoints() -> None:
-    hybrid = Hybrid(PAGED, 4, max_seq_len=100)
-    memory = hybrid.world.memory
+    pair = Pair(PAGED, 4, max_seq_len=100)
+    memory = pair.memory
     memory.set_share(NAME, floor=0, limit=memory.count_sequence_bytes(NAME, 100))
     for first in (0, 200, 400):
-        hybrid.read(range(first, first + 100)).sequence.close()
-    assert hybrid.compute_again(range(400, 500)) <= 100
+        pair.read(range(first, first + 100)).sequence.close()
+    assert pair.compute_again(range(400, 500)) <= 100

@@ -23,7 +23,7 @@ from server.engine.scheduling.request import RequestError
 from tests.engine.engine_driver import Driver, RequestEvents, least_memory, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 from tests.engine.fake_proposer import FakeProposer
-from tests.engine.hybrid_model import HybridModel, loaded_as_hybrid
+from tests.engine.stateful_model import StatefulModel, loaded_with_states
 from tests.engine.test_step_recovery import LAST_LAYER, break_attend
 from tests.models.random_models import load_decoder
 
@@ -260,7 +260,7 @@ def a_driver(tiny: Path, sizes: Sizes) -> Iterator[Driver]:
     sized = SETTINGS | {"max_num_batched_tokens": sizes.max_num_batched_tokens}
     driver = _idle.pop(sizes, None)
     if driver is None:
-        with loaded_as_hybrid() if sizes.has_states else nullcontext():
+        with loaded_with_states() if sizes.has_states else nullcontext():
             driver = Driver(tiny, **sized, kv_memory=str(int(least_memory(tiny, **sized) * sizes.memory)))
     shares = {name: driver.core.memory.get_share(name) for name in driver.core.instances}
     yield driver
@@ -271,12 +271,12 @@ def a_driver(tiny: Path, sizes: Sizes) -> Iterator[Driver]:
     _idle[sizes] = driver
 
 
-def play(tiny: Path, reference: Reference, hybrid: Reference, sizes: Sizes, examples: int) -> None:
+def play(tiny: Path, reference: Reference, stateful: Reference, sizes: Sizes, examples: int) -> None:
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(HISTORIES)
     def check(actions: list[Action]) -> None:
         with a_driver(tiny, sizes) as driver:
-            history = History(driver, hybrid if sizes.has_states else reference)
+            history = History(driver, stateful if sizes.has_states else reference)
             for action in actions:
                 history.play(action)
             history.end()
@@ -288,20 +288,22 @@ ALL_SIZES = [Sizes(3, 1.25), Sizes(16, 1.25), Sizes(16, 3), Sizes(3, 1.25, has_s
 
 
 @pytest.fixture(scope="session")
-def hybrid(tiny: Path) -> Reference:
+def stateful(tiny: Path) -> Reference:
     """Return the expected texts of `tiny` with recurrent states beside it."""
-    return Reference(HybridModel(load_decoder(tiny)))  # type: ignore[arg-type]
+    return Reference(StatefulModel(load_decoder(tiny)))  # type: ignore[arg-type]
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("sizes", ALL_SIZES, ids=str)
 def test_whatever_happens_everybody_is_answered_rightly(
-    tiny: Path, reference: Reference, hybrid: Reference, sizes: Sizes
+    tiny: Path, reference: Reference, stateful: Reference, sizes: Sizes
 ) -> None:
-    play(tiny, reference, hybrid, sizes, EXAMPLES)
+    play(tiny, reference, stateful, sizes, EXAMPLES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", ALL_SIZES, ids=str)
-def test_whatever_happens_and_however_often(tiny: Path, reference: Reference, hybrid: Reference, sizes: Sizes) -> None:
-    play(tiny, reference, hybrid, sizes, MANY)
+def test_whatever_happens_and_however_often(
+    tiny: Path, reference: Reference, stateful: Reference, sizes: Sizes
+) -> None:
+    play(tiny, reference, stateful, sizes, MANY)

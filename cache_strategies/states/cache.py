@@ -1,4 +1,4 @@
-"""Pairs any strategy with the states of a model's recurrent layers: for hybrid models, with attention in other layers.
+"""Pairs any strategy with the states of recurrent layers, for models that have those beside layers with attention.
 
 Neither knows of the other. The states after some tokens are of a fixed size and cannot be cut: a text goes on from
 cached tokens only where the strategy has their keys and a slot has a checkpoint of their states. A row reads one slot
@@ -29,14 +29,14 @@ SLOTS_PER_SEQUENCE = 2  # one that a row reads, one that it writes
 ZEROS = -1  # in place of the slot of the states before a text
 
 
-class HybridSequence(KVSequence):
+class StateSequence(KVSequence):
     """A sequence of a strategy, and the states after its tokens.
 
     A row reads the slot `current` and writes `spare`; when it is committed, they change places. A slot that others use
     as well (a checkpoint, a fork) is never written: a new one is allocated for it.
     """
 
-    def __init__(self, cache: HybridCache, keys: KVSequence, names: PrefixNames, borders: Collection[int]) -> None:
+    def __init__(self, cache: StateCache, keys: KVSequence, names: PrefixNames, borders: Collection[int]) -> None:
         """Begin without any states. Checkpoints are made at the `borders`, besides those at regular intervals."""
         self.keys = keys
         self.names = names
@@ -183,14 +183,14 @@ class HybridSequence(KVSequence):
 
 
 class PairedStrategy(NamedTuple):
-    """The strategy that keeps a hybrid model's keys."""
+    """The strategy beside which states are kept."""
 
     cls: type[KVCache]
     options: Any
     interval: int = INTERVAL
 
 
-class HybridCache(KVCache[HybridSequence]):
+class StateCache(KVCache[StateSequence]):
     """The keys of a strategy, and the states beside them."""
 
     def __init__(self, setup: CacheSetup, options: PairedStrategy) -> None:
@@ -206,7 +206,7 @@ class HybridCache(KVCache[HybridSequence]):
         scope = f"{setup.name}\0states\0{setup.model}"
         self._hasher = None if size is None else BlockHasher(size, scope)
         self.interval = -(-options.interval // (size or 1)) * (size or 1)
-        self.sequences: set[HybridSequence] = set()
+        self.sequences: set[StateSequence] = set()
         self._located: Rows[Any] = Rows([], [])  # of the strategy's sequences
 
     @classmethod
@@ -218,7 +218,7 @@ class HybridCache(KVCache[HybridSequence]):
         )
 
     # ---------------------------------------------------------------- sequences
-    def open(self, text: Text) -> HybridSequence | None:
+    def open(self, text: Text) -> StateSequence | None:
         keys = self.strategy.open(text)
         if keys is None:
             return None
@@ -226,8 +226,12 @@ class HybridCache(KVCache[HybridSequence]):
         # Where another text may go on: before the last token of this one, and after what this one shares with others
         borders = [] if size is None else [each // size * size for each in (text.num_reusable, keys.length)]
         names = PrefixNames(self._hasher, text.ids, text.salt)
-        opened = HybridSequence(self, keys, names, borders)
-        opened.go_back()
+        opened = StateSequence(self, keys, names, borders)
+        try:
+            opened.go_back()
+        except BaseException:
+            opened.close()
+            raise
         if not opened.allocate_spare():
             opened.close()
             return None
@@ -239,7 +243,7 @@ class HybridCache(KVCache[HybridSequence]):
         """Return how many of the accepted tokens of located rows can be committed, by row."""
         return [each.count_committable(count) for each, count in zip(sequences, num_accepted, strict=True)]
 
-    def locate(self, rows: Rows[HybridSequence]) -> Locations:
+    def locate(self, rows: Rows[StateSequence]) -> Locations:
         self._located = Rows([each.keys for each in rows.sequences], rows.counts)
         located = self.strategy.locate(self._located)
         kept = [

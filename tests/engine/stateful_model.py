@@ -17,7 +17,7 @@ from tests.contract import toy_states
 NUM_BIASES = 64
 
 
-class HybridModel:
+class StatefulModel:
     """A model of which each row of logits gets a random bias that the states of its whole text choose."""
 
     state_specs = toy_states.LAYERS
@@ -55,9 +55,9 @@ def _run_uncached(tokens: Sequence[int]) -> list[int]:
 
 
 @contextmanager
-def loaded_as_hybrid() -> Iterator[None]:
-    """Let engines that are built meanwhile have a HybridModel of the model that they load."""
+def loaded_with_states() -> Iterator[None]:
+    """Let engines that are built meanwhile have a StatefulModel of the model that they load."""
     load = build.load_model
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "load_model", lambda *args, **kwargs: HybridModel(load(*args, **kwargs)))
+        patch.setattr(build, "load_model", lambda *args, **kwargs: StatefulModel(load(*args, **kwargs)))
         yield
