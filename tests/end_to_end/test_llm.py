@@ -15,7 +15,7 @@ import torch
 
 from config.errors import SettingsError
 from server.api.openai.request_models import SamplingRequest
-from server.llm import LLM, SamplingOptions
+from server.llm import LLM, GenerationError, SamplingOptions
 from server.text.errors import GrammarError
 from tests.end_to_end.server_process import Server, serving
 from tests.engine.expected_tokens import random_prompt
@@ -167,7 +167,12 @@ def test_without_a_seed_texts_differ_and_with_one_they_do_not(llm: LLM) -> None:
         ({"logit_bias": 3}, "logit_bias: "),
         ({"logit_bias": {10**6: 1.0}}, "logit_bias: token ids should be from 0 to"),
         ({"kv_cache": "page"}, "there is no cache strategy 'page'; there are contiguous, int8, paged, .*window"),
-        ({"max_tokens": 300}, "the context is 256"),
+        ({"max_tokens": 300}, "more than max_seq_len=256: shorten the prompt or lower max_tokens"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [5, 10**6]}, "prompt: token ids should be from 0 to"),
+        ({"prompt": [-1]}, "prompt: token ids should be from 0 to"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids: token ids should be from 0 to"),
+        ({"logprobs": -1}, "logprobs is -1"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"min_tokens": 17}, r"min_tokens is 17, more than max_tokens \(16\)"),
         ({"allowed_token_ids": [5, 10**6]}, "allowed_token_ids: token ids should be from 0 to"),
@@ -182,10 +187,136 @@ def test_what_cannot_be_used_is_refused_before_a_stream_begins(llm: LLM, argumen
             call(**{"prompt": "a"} | arguments)
 
 
+@pytest.mark.parametrize("n", [0, -1])
+def test_a_number_of_texts_that_makes_no_sense_is_refused(llm: LLM, n: int) -> None:
+    with pytest.raises(ValueError, match=f"n is {n}: ask for at least one"):
+        llm.generate_batch(["a"], n=n)
+    assert nothing_is_left(llm)
+
+
+def test_one_wrong_prompt_of_a_batch_refuses_all(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="max_seq_len=256"):
+        llm.generate_batch([PROMPT, [5] * 300, PROMPT], max_tokens=5)
+    assert nothing_is_left(llm)
+
+
 def test_no_other_token_than_the_allowed_ones_is_drawn(llm: LLM) -> None:
     drawn = llm.generate(PROMPT, max_tokens=20, temperature=2, allowed_token_ids=[5, 6, 7], logit_bias={8: 100})
     assert {5, 6, 7} >= {*drawn.token_ids}
     assert len(drawn.token_ids) == 20
+
+
+# ---------------------------------------------------------------- many texts at a time
+def nothing_is_left(llm: LLM) -> bool:
+    """Return whether no request is left, and no memory is in use."""
+    core = llm.engine.core
+    usages = [instance.usage() for instance in core.instances.values()]
+    core.check_integrity()
+    return not core.busy and all((each.seats, each.tokens, each.used) == (0, 0, 0) for each in usages)
+
+
+def test_a_batch_has_the_texts_of_single_calls_in_fewer_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    step = llm.engine.core.step
+
+    def count_step() -> Any:
+        result = step()
+        steps.append(result.report.rows)
+        return result
+
+    monkeypatch.setattr(llm.engine.core, "step", count_step)
+    prompts = [llm.encode(PROMPT)[: 3 + i] for i in range(10)]  # more than there are seats
+    wanted: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    alone = [llm.generate(prompt, **wanted) for prompt in prompts]
+    num_alone = len(steps)
+    steps.clear()
+    batch = llm.generate_batch(prompts, **wanted)
+    assert [texts for [texts] in batch] == alone
+    assert max(steps) == llm.engine.core.scheduler.limits.max_num_seqs
+    assert len(steps) < num_alone / 2
+    assert nothing_is_left(llm)
+
+
+def test_choices_are_those_of_the_server(llm: LLM, server: Server) -> None:
+    wanted: dict[str, Any] = {"n": 3, "max_tokens": 12, "seed": 4, "temperature": 1.2}
+    found = llm.generate_batch([PROMPT, "The cat"], **wanted)
+    for prompt, choices in zip([PROMPT, "The cat"], found, strict=True):
+        theirs = server.complete(prompt=prompt, **wanted).json()["choices"]
+        assert [each.text for each in choices] == [each["text"] for each in theirs]
+    assert len({each.text for each in found[0]}) > 1
+
+
+def test_log_probabilities_are_those_of_the_server(llm: LLM, server: Server) -> None:
+    wanted: dict[str, Any] = {"max_tokens": 9, "temperature": 0, "logprobs": 2}
+    found = llm.generate(PROMPT, prompt_logprobs=1, **wanted)
+    theirs = server.complete(prompt=PROMPT, prompt_logprobs=1, **wanted).json()["choices"][0]
+    assert found.logprobs is not None
+    assert [each.logprob for each in found.logprobs] == pytest.approx(theirs["logprobs"]["token_logprobs"])
+    assert all(len(each.top_logprobs) == 2 for each in found.logprobs)
+    assert found.prompt_logprobs is not None
+    assert [each.token for each in found.prompt_logprobs] == found.prompt_token_ids[1:]
+    for each, other in zip(found.prompt_logprobs, theirs["prompt_logprobs"][1:], strict=True):
+        assert other[str(each.token)]["logprob"] == pytest.approx(each.logprob, abs=1e-4)
+    streamed = [piece.logprob for piece in llm.stream(PROMPT, **wanted)]
+    assert streamed == found.logprobs
+    assert llm.generate(PROMPT, max_tokens=2).logprobs is None
+
+
+@pytest.mark.parametrize("kv_cache", STRATEGIES)
+def test_streams_run_beside_each_other_and_free_their_memory(llm: LLM, kv_cache: str) -> None:
+    prompts = [random_prompt(30, seed=4), random_prompt(30, seed=4), *(random_prompt(9, seed=i) for i in range(4))]
+    wanted: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "kv_cache": kv_cache}
+    expected = [llm.generate(prompt, **wanted).token_ids for prompt in prompts]
+    streams = [llm.stream(prompt, **wanted) for prompt in prompts]
+    taken = [[next(stream).token_id for stream in streams] for _ in range(12)]
+    assert [list(tokens) for tokens in zip(*taken, strict=True)] == expected
+    assert [list(stream) for stream in streams] == [[]] * len(prompts)
+    assert nothing_is_left(llm)
+
+
+def test_a_stream_that_is_closed_or_dropped_frees_its_memory(llm: LLM) -> None:
+    for closes in (True, False):
+        stream = llm.stream(PROMPT, max_tokens=50, ignore_eos=True)
+        next(stream)
+        assert not nothing_is_left(llm)
+        if closes:
+            stream.close()
+            assert list(stream) == []
+        del stream
+        gc.collect()
+        assert nothing_is_left(llm)
+    llm.stream(PROMPT)  # nobody takes a token of it
+    assert nothing_is_left(llm)
+
+
+# ---------------------------------------------------------------- what fails
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_strategy_that_fails_ends_its_texts_alone(llm: LLM, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = llm.engine.core.instances["paged"].strategy
+    wanted: dict[str, Any] = {"max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    expected = llm.generate(PROMPT, kv_cache="contiguous", **wanted)
+    failing, other = llm.stream(PROMPT, kv_cache="paged", **wanted), llm.stream(PROMPT, kv_cache="contiguous", **wanted)
+    for _ in range(after):
+        next(failing)
+    with monkeypatch.context() as patch:
+        patch.setattr(strategy, "locate", lambda rows: 1 / 0)
+        with pytest.raises(GenerationError, match="paged") as failed:
+            list(failing)
+    assert failed.value.code == "strategy_failed"
+    assert [piece.token_id for piece in other] == expected.token_ids
+    assert nothing_is_left(llm)
+    assert llm.generate(PROMPT, kv_cache="paged", **wanted).token_ids == expected.token_ids
+
+
+def test_logits_that_are_not_finite_are_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = llm.engine.core.model.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.core.model, "forward", lambda ids, attention: forward(ids, attention) * torch.nan)
+        with pytest.raises(GenerationError, match="logits are NaN or infinite") as failed:
+            llm.generate(PROMPT)
+    assert failed.value.code == "not_a_number"
+    assert nothing_is_left(llm)
+    assert llm.generate(PROMPT, max_tokens=3, temperature=0).text
 
 
 def test_unknown_names_are_refused(llm: LLM) -> None:
@@ -201,7 +332,7 @@ def test_unknown_names_are_refused(llm: LLM) -> None:
 
 
 def test_sampling_parameters_are_those_of_the_http_api() -> None:
-    of_http = {"n", "spaces_between_special_tokens"}
+    of_http = {"n", "spaces_between_special_tokens"}  # `n` is an argument of generate_batch()
     assert SamplingOptions.__annotations__.keys() <= SamplingRequest.model_fields.keys()
     assert of_http.isdisjoint(SamplingOptions.__annotations__)
 
@@ -228,4 +359,6 @@ def test_the_documents_programs_run(capsys: pytest.CaptureFixture[str], monkeypa
         exec(compile(code, str(DOC), "exec"), found)
     printed = capsys.readouterr().out
     assert found["answer"].text in printed
-    assert found["tokens"] == found["answer"].token_ids
+    first = found["llm"].encode("Once")[-1:]
+    expected = found["llm"].generate(first, max_tokens=8, temperature=0, ignore_eos=True, kv_cache="contiguous")
+    assert found["tokens"] == expected.token_ids

@@ -11,8 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from config.errors import SettingsError
 from server.engine.info import summarize_engine
-from server.engine.ipc.messages import SamplingParams, Speculation
-from server.generate import generate
+from server.engine.ipc.messages import Speculation
 from tests.engine.engine_driver import Driver, least_memory, strategies
 from tests.engine.expected_tokens import random_prompt
 from tests.models.random_models import CONFIGS, FALLBACK, SHAPE, UNTIED, save_random_model
@@ -62,17 +61,6 @@ def test_logits_are_those_of_transformers_over_the_tokens_that_stay(tmp_path: Pa
 
 
 # ---------------------------------------------------------------- the same text in every way
-@pytest.mark.parametrize("instance", ["streaming", "int8"])
-def test_a_text_without_a_scheduler_is_the_same(driver: Driver, instance: str) -> None:
-    heard = driver.submit("it", PROMPT, LENGTH, kv_cache=instance)
-    driver.run()
-    assert (len(heard.tokens), heard.finish_reason) == (LENGTH, "length")
-    sampling = SamplingParams(LENGTH, temperature=0.0, ignore_eos=True)
-    found = list(generate(driver.core.model, driver.core.instances[instance], PROMPT, sampling))
-    assert [token for token, _ in found] == heard.tokens
-    driver.assert_nothing_leaked()
-
-
 @pytest.mark.parametrize("instance", ["streaming", "int8"])
 def test_a_preempted_text_is_computed_again_to_the_same_bits(tiny: Path, instance: str) -> None:
     found = []
@@ -145,8 +133,6 @@ def test_other_strategies_say_which_one_would_take_it(driver: Driver) -> None:
     assert refused is not None
     assert f"more than max_seq_len={CONTEXT}: shorten the prompt or lower max_tokens" in refused.message
     assert "a strategy with an unbounded contract bounds the prompt only" in refused.message
-    with pytest.raises(ValueError, match="a strategy with an unbounded contract bounds the prompt only"):
-        generate(driver.core.model, driver.core.instances["paged"], PROMPT, SamplingParams(CONTEXT))
 
 
 def test_a_text_without_an_end_is_admitted_and_can_be_cancelled(driver: Driver) -> None:

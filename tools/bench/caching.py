@@ -16,8 +16,7 @@ from typing import NamedTuple, get_args
 from config.errors import SettingsError
 from config.settings import ModelImpl, load_settings
 from server.engine.build import Engine, build_engine
-from server.engine.ipc.messages import SamplingParams
-from server.generate import generate
+from server.engine.ipc.messages import SamplingParams, Submit, Tokens
 from server.models.no_cache import debug_generate_full_context
 
 LENGTHS = (64, 256, 1024)
@@ -74,7 +73,12 @@ def measure(engine: Engine, lengths: Sequence[int]) -> list[CachingResult]:
 def generate_cached(engine: Engine, strategy: str, num_tokens: int) -> list[int]:
     """Return `num_tokens` token ids that a strategy generates greedily after token 0, one step each."""
     sampling = SamplingParams(num_tokens, temperature=0.0, ignore_eos=True)
-    return [token for token, _ in generate(engine.core.model, engine.core.instances[strategy], [0], sampling)]
+    engine.core.submit(0, Submit("it", [0], sampling, kv_cache=strategy))
+    tokens: list[int] = []
+    while engine.core.busy:
+        for _, message in engine.core.step().events:
+            tokens += message.tokens if isinstance(message, Tokens) else []
+    return tokens
 
 
 def format_table(results: Sequence[CachingResult]) -> str:

@@ -18,7 +18,7 @@ import msgspec
 from config.wording import format_values
 from server.api.http.api_keys import LimitsByKey, get_tenant
 from server.api.http.errors import ApiError
-from server.api.openai.request_models import INT64, CacheRequest, GenerationRequest, SamplingRequest
+from server.api.openai.request_models import CacheRequest, GenerationRequest, SamplingRequest
 from server.api.openai.tools.message_format import MessageFormat, MessageParsing
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Caching, Hello, SamplingParams, Speculation, Strategy, Submit
@@ -110,7 +110,7 @@ def make_job(
         Submit(
             request_id=f"{key}-{p}-{choice}",
             prompt=prompt.ids,
-            sampling=_make_choice_sampling(sampling, choice),
+            sampling=sampling.for_choice(choice),
             kv_cache=body.kv_cache,
             header=hints.header,
             alias=hints.alias,
@@ -146,12 +146,6 @@ def make_sampling(
         message = f"min_tokens: should be at most {max_tokens}, the tokens there may be, not {body.min_tokens}"
         raise ApiError(400, message, param="min_tokens")
     return body.to_sampling(max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-
-
-def _make_choice_sampling(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Return a choice's sampling parameters: with its own seed, and prompt_logprobs only for the first choice."""
-    changes = {"seed": (sampling.seed + choice) % INT64} | ({"prompt_logprobs": None} if choice else {})
-    return msgspec.structs.replace(sampling, **changes)
 
 
 def make_caching(body: CacheRequest, tenant: str) -> Caching:

@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from server.records import ConstraintName, ConstraintRefusal, RequestRecord, WeightUsage
+
+NUM_SEEDS = 1 << 63  # seeds are from 0 to one less
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
@@ -52,6 +55,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logprobs: int | None = None
     # number of likeliest tokens returned with each prompt token's log-probability; None: no log-probabilities
     prompt_logprobs: int | None = None
+
+    def for_choice(self, choice: int) -> SamplingParams:
+        """Return the parameters of another choice of the prompt: with its own seed, and without prompt_logprobs."""
+        return self if not choice else replace(self, seed=(self.seed + choice) % NUM_SEEDS, prompt_logprobs=None)
 
 
 class Caching(msgspec.Struct, frozen=True):
