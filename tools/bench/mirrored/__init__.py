@@ -1,1 +1,0 @@
-"""Compares mirrored with reading grouped heads in place: `python -m tools.bench.mirrored`."""
