@@ -97,7 +97,7 @@ check: $(VENV)/.with-test,check  ## lint, format and types, changing nothing
 	$(PY) -m mypy
 
 check-metal: $(VENV)/.with-metal-check  ## check the Metal sources as Apple's compiler would, without a Mac (ARGS: which files)
-	$(PY) -m kernels.metal.emulator $(ARGS)
+	$(PY) -m metal_emulator $(ARGS)
 
 format: $(VENV)/.with-test,check  ## format the code
 	$(PY) -m ruff check --fix .
@@ -163,10 +163,11 @@ $(VENV)/.base: $(VENV)/.torch $(INPUTS)
 	@$(TELL_KERNELS)
 	@touch $@
 
-# Further libraries, for slower instructions of this machine: only tests run them.
+# Further libraries, for slower instructions of this machine, and the Metal emulator: only tests run them.
 $(VENV)/.kernels: $(VENV)/.base
 	@echo "Compiling the C++ kernels for this machine's other instruction sets, which only tests run."
 	INSTRUCTION_SETS=others $(PY) setup.py --quiet build_ext --inplace >$(VENV)/kernels.log
+	$(PIP_INSTALL) --no-build-isolation --no-deps --editable ./metal_emulator
 	@touch $@
 
 $(VENV)/.with-test $(VENV)/.with-test,check: $(VENV)/.kernels

@@ -43,6 +43,7 @@ THOROUGH = (
     "engine/test_random_histories.py",
     "fuzzing",
     "kernels",
+    "metal_emulator",
     "models/test_malformed_models.py",
     "plugin_kit",
     "text/processes/test_sandbox.py",

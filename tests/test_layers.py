@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("config", "kernels", "cache_strategies", "server", "loadtest", "plugin_kit", "tools")
+PACKAGES = ("config", "kernels", "cache_strategies", "server", "loadtest", "plugin_kit", "metal_emulator", "tools")
 
 MAY_IMPORT = {  # beside itself
     "config": set[str](),
@@ -23,6 +23,7 @@ MAY_IMPORT = {  # beside itself
     "server": {"config", "kernels", "cache_strategies"},
     "loadtest": set[str](),
     "plugin_kit": {"config", "kernels", "cache_strategies", "server"},  # its command is found by name
+    "metal_emulator": {"kernels"},  # which loads it by name, if it is installed
     "tools": {"config", "kernels", "cache_strategies", "server", "loadtest"},  # not installed, and imported by none
 }
 ALSO = {

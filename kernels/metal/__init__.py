@@ -1,1 +1,1 @@
-"""Metal kernels, and an emulator that runs them on any machine with a C++ compiler."""
+"""Metal kernels. The emulator that runs them on any machine with a C++ compiler is a package of its own."""

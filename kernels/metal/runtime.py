@@ -1,14 +1,17 @@
-"""Loads the Metal backend: on an Apple GPU through torch, or on a CPU in the emulator of this project."""
+"""Loads the Metal backend: on an Apple GPU through torch, or on a CPU in the emulator, a package of its own."""
 
 from __future__ import annotations
 
 from functools import cache, partial
+from importlib import import_module
 
 import torch
 
 from kernels.device import KernelsMissing
 from kernels.metal.backend import MetalOps
 from kernels.metal.library import Kernels
+
+HOW_TO_INSTALL = "in a copy of kvmux's repository, run pip install ./metal_emulator"
 
 
 @cache  # keeps the compiled kernels
@@ -24,16 +27,14 @@ def load_emulated(*, checked: bool = False) -> MetalOps:
     """Return the Metal operations, run on the CPU by the emulator.
 
     `checked`: data races and accesses out of bounds are detected, which makes them slower. Raises KernelsMissing if the
-    emulator has no C++ compiler.
+    emulator is not installed, or has no C++ compiler.
     """
-    from kernels.metal.emulator import (
-        Compiler,
-        CompilerMissing,
-        compile_shader,
-    )  # the emulator is imported here, as only few servers need it
-
     try:
-        Compiler.find().check(checked=checked)
-    except CompilerMissing as error:
+        emulator = import_module("metal_emulator")
+    except ModuleNotFoundError:
+        raise KernelsMissing(f"the Metal emulator is not installed: {HOW_TO_INSTALL}") from None
+    try:
+        emulator.Compiler.find().check(checked=checked)
+    except emulator.CompilerMissing as error:
         raise KernelsMissing(str(error)) from None
-    return MetalOps(Kernels(partial(compile_shader, checked=checked)))
+    return MetalOps(Kernels(partial(emulator.compile_shader, checked=checked)))

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kernels.metal.attention import SPLIT
 from kernels.metal.backend import MetalOps
-from kernels.metal.emulator import KernelFault, compile_shader
 from kernels.metal.library import Kernels
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
@@ -30,6 +29,7 @@ from kernels.selfcheck.check import compute_error
 from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import Samples
 from kernels.types import LayerSpec
+from metal_emulator import KernelFault, compile_shader
 from tests.kernels.metal.source_pattern import change_once
 
 CPU = torch.device("cpu")

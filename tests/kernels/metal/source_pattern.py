@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from kernels.metal.emulator.tokens import Source, Token
+from metal_emulator.tokens import Source, Token
 
 Names = Mapping[str, str]  # the word that each name stands for
 

@@ -13,13 +13,13 @@ import torch
 from kernels.metal import attention, backend
 from kernels.metal.attention import SPLIT
 from kernels.metal.backend import MAX_COPY_PAIRS, MetalOps
-from kernels.metal.emulator import compile_shader
 from kernels.metal.library import Kernels
 from kernels.metal.runtime import load_emulated
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.store import KVStore, Pages, compute_block_bytes
 from kernels.types import LayerSpec, Slots
+from metal_emulator import compile_shader
 from tests.kernels.quantized_weights import quantize_as_mlx
 from tests.kernels.sparse_memory import sparse_memory
 from tests.kernels.test_attention import expected

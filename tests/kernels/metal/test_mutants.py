@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.metal.emulator.tokens import Source, Token
 from kernels.metal.source import FOLDER, assemble_source
+from metal_emulator.tokens import Source, Token
 from tests.kernels.metal.mutants import MUTANTS, SURVIVES, markdown
 from tests.kernels.metal.mutation_testing import KERNELS, Kind, caught, try_mutant, workers
 from tests.kernels.metal.source_pattern import change_once

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.metal.emulator import CompilerMissing, compile_shader
+from metal_emulator import CompilerMissing, compile_shader
 
 HEAD = '#include <metal_stdlib>\nusing namespace metal;\n#line 1 "k.metal"\n'
 KERNEL = "kernel void k(device float* o, const device float* x, uint i [[thread_position_in_grid]]) {{\n{}\n}}\n"

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.metal.emulator.arguments import Buffer, InlineValues, Parameter, get_cast
-from kernels.metal.emulator.build import BuiltLibraries, find_source_line
-from kernels.metal.emulator.failure import Failure, FailureReporter, Fault, KernelFault
-from kernels.metal.emulator.translation import MAX_BUFFERS, KernelSource, Translation
+from metal_emulator.arguments import Buffer, InlineValues, Parameter, get_cast
+from metal_emulator.build import BuiltLibraries, find_source_line
+from metal_emulator.failure import Failure, FailureReporter, Fault, KernelFault
+from metal_emulator.translation import MAX_BUFFERS, KernelSource, Translation
 
 _MAX_GRID = 2**32 - 1  # threads, in each direction
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from os import PathLike, fspath
 
-from kernels.metal.emulator import rules
-from kernels.metal.emulator.build import Compiler, CompilerMissing
-from kernels.metal.emulator.failure import KernelFault
-from kernels.metal.emulator.library import EmulatedKernel, Library, Mode, Order, Stats
-from kernels.metal.emulator.tokens import Source
-from kernels.metal.emulator.translation import Translator
+from metal_emulator import rules
+from metal_emulator.build import Compiler, CompilerMissing
+from metal_emulator.failure import KernelFault
+from metal_emulator.library import EmulatedKernel, Library, Mode, Order, Stats
+from metal_emulator.tokens import Source
+from metal_emulator.translation import Translator
 
 __all__ = [
     "Compiler",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.metal.emulator import EmulatedKernel, Library, Order, compile_shader
+from metal_emulator import EmulatedKernel, Library, Order, compile_shader
 
 OPERATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "simd_sum": ("simd_sum(v)", lambda x: x.sum(1, keepdim=True).expand_as(x)),

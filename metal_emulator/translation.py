@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kernels.metal.emulator.swizzles import find_swizzles
-from kernels.metal.emulator.syntax import Declaration, DeclarationKind, find_declarations
-from kernels.metal.emulator.tokens import Source
+from metal_emulator.swizzles import find_swizzles
+from metal_emulator.syntax import Declaration, DeclarationKind, find_declarations
+from metal_emulator.tokens import Source
 
 MAX_BUFFERS, MAX_THREADS, MAX_VARIABLES = 31, 1024, 64
 ATTRIBUTES = frozenset(

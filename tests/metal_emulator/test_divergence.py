@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from kernels.metal.emulator import KernelFault, Library, Order, compile_shader
+from metal_emulator import KernelFault, Library, Order, compile_shader
 
 KERNELS = """
 #include <metal_stdlib>

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kernels.metal.emulator.scalars import SCALARS
-from kernels.metal.emulator.syntax import Declaration, DeclarationKind, find_declarations
-from kernels.metal.emulator.tokens import Source
-from kernels.metal.emulator.translation import find_threadgroup_variables
+from metal_emulator.scalars import SCALARS
+from metal_emulator.syntax import Declaration, DeclarationKind, find_declarations
+from metal_emulator.tokens import Source
+from metal_emulator.translation import find_threadgroup_variables
 
 Found = Iterator[tuple[int, str]]  # yields (index of a token, what is wrong with it)
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from kernels.metal.backend import MetalOps
-from kernels.metal.emulator import CompilerMissing
-from kernels.metal.emulator.__main__ import list_type_sets, main
-from kernels.metal.emulator.address_spaces import Clang
 from kernels.metal.library import Kernels
 from kernels.metal.source import FOLDER, assemble_source
 from kernels.selfcheck.check import check_ops
+from metal_emulator import CompilerMissing
+from metal_emulator.__main__ import list_type_sets, main
+from metal_emulator.address_spaces import Clang
 
 HEAD = '#include <metal_stdlib>\nusing namespace metal;\n#line 1 "k.metal"\n'
 PARAMETERS = "device float* o, const device float* x, constant float& s, uint i [[thread_position_in_grid]]"

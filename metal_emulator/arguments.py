@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.metal.emulator.scalars import SCALARS
+from metal_emulator.scalars import SCALARS
 
 MAX_BYTES = 4096  # most bytes of a number or list of numbers as an argument
 _ALIGNMENT = 16

@@ -37,7 +37,7 @@ TESTS = """
 import pytest
 import torch
 
-from kernels.metal.emulator import compile_shader
+from metal_emulator import compile_shader
 
 
 
@@ -84,7 +84,7 @@ def test_a_signal_from_elsewhere_is_not_a_fault_of_a_kernel() -> None:
     """Between launches the handlers are those of before: here that of Python, whose default ends the process."""
     program = (
         "import os, signal, torch\n"
-        "from kernels.metal.emulator import compile_shader\n"
+        "from metal_emulator import compile_shader\n"
         f"source = '''{KERNELS}'''\n"
         "compile_shader(source).right(torch.zeros(64), threads=64, group_size=32)\n"
         "os.kill(os.getpid(), signal.SIGSEGV)\n"

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from kernels.metal.emulator import Compiler, KernelFault, Library, compile_shader
+from metal_emulator import Compiler, KernelFault, Library, compile_shader
 
 # Each kernel gets x and out of 64 floats and runs as two threadgroups of 32 or one of 64. `BUG` stands in its comment.
 KERNELS = """

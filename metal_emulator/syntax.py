@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from kernels.metal.emulator.tokens import Source
+from metal_emulator.tokens import Source
 
 _SKIPPED_KEYWORDS = ("using", "typedef", "static_assert", "friend")
 _TYPE_KEYWORDS = ("struct", "class", "union", "enum")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.metal.emulator import KernelFault, Library, Order, Stats, compile_shader
-from kernels.metal.emulator.arguments import extent_bytes
+from metal_emulator import KernelFault, Library, Order, Stats, compile_shader
+from metal_emulator.arguments import extent_bytes
 
 KERNELS = """
 #include <metal_stdlib>

@@ -1,4 +1,4 @@
-"""`python -m kernels.metal.emulator [FILE ...]`: finds what Apple's compiler would refuse in Metal sources.
+"""`python -m metal_emulator [FILE ...]`: finds what Apple's compiler would refuse in Metal sources.
 
 Without files, it checks all Metal kernels of this project, for every set of types for which the backend compiles them.
 Prints "file:line: message" for each fault, and exits with 1 if there are any, or with 2 if there is no clang.
@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from kernels.metal.arguments import KERNEL_DTYPES
-from kernels.metal.emulator import CompilerMissing
-from kernels.metal.emulator.address_spaces import Clang
 from kernels.metal.source import FOLDER, TYPE_NAMES, assemble_source
+from metal_emulator import CompilerMissing
+from metal_emulator.address_spaces import Clang
 
 Types = Mapping[str, torch.dtype]
 
@@ -77,7 +77,7 @@ def _check_source(clang: Clang, text: str, folder: Path) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m kernels.metal.emulator", description="Finds what Apple's compiler would refuse."
+        prog="python -m metal_emulator", description="Finds what Apple's compiler would refuse."
     )
     parser.add_argument(
         "files", nargs="*", type=Path, metavar="FILE", help="Metal sources (default: those in kernels/metal)"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kernels.device import KernelsMissing
-from kernels.metal.emulator import Compiler, CompilerMissing, compile_shader
 from kernels.metal.runtime import load_emulated
+from metal_emulator import Compiler, CompilerMissing, compile_shader
 
 KERNEL = "#include <metal_stdlib>\nkernel void one(device float* out) { out[0] = 1; }"
 

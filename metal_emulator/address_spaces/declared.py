@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kernels.metal.emulator.address_spaces.diagnostics import Fault
-from kernels.metal.emulator.syntax import Declaration, DeclarationKind, find_declarations
-from kernels.metal.emulator.tokens import Source
+from metal_emulator.address_spaces.diagnostics import Fault
+from metal_emulator.syntax import Declaration, DeclarationKind, find_declarations
+from metal_emulator.tokens import Source
 
 # Attributes that are positions or sizes. In one kernel, those that are vectors must all have the same dimensions.
 POSITIONS = frozenset(

@@ -18,13 +18,13 @@ from collections.abc import Iterable
 from os import PathLike, fspath, sep
 from pathlib import Path
 
-from kernels.metal.emulator import rules
-from kernels.metal.emulator.address_spaces import declared
-from kernels.metal.emulator.address_spaces.diagnostics import Fault, parse_faults
-from kernels.metal.emulator.address_spaces.rewriting import rewrite
-from kernels.metal.emulator.build import DEFINES, HERE, Compiler, CompilerMissing
-from kernels.metal.emulator.tokens import Source
-from kernels.metal.emulator.translation import Translator
+from metal_emulator import rules
+from metal_emulator.address_spaces import declared
+from metal_emulator.address_spaces.diagnostics import Fault, parse_faults
+from metal_emulator.address_spaces.rewriting import rewrite
+from metal_emulator.build import DEFINES, HERE, Compiler, CompilerMissing
+from metal_emulator.tokens import Source
+from metal_emulator.translation import Translator
 
 INCLUDE, EMULATOR_INCLUDE = Path(__file__).parent / "include", HERE / "include"
 LANGUAGE = ("-x", "c++", "-std=gnu++14", "-fsyntax-only", "-nostdinc", "-ferror-limit=0", "-fno-caret-diagnostics")

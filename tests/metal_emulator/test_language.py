@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kernels.metal.emulator import Library, compile_shader
+from metal_emulator import Library, compile_shader
 
 KERNELS = """
 #include <metal_stdlib>

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.metal.emulator import compile_shader
+from metal_emulator import compile_shader
 
 HEAD = '#include <metal_stdlib>\nusing namespace metal;\n#line 1 "k.metal"\n'
 

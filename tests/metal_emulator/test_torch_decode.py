@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.metal.emulator import KernelFault, Library, Order, compile_shader
+from metal_emulator import KernelFault, Library, Order, compile_shader
 
 HEADERS = Path(torch.__file__).parent / "include"
 DECODE = "ATen/native/mps/kernels/DecodeAttention.h"

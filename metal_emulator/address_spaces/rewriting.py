@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kernels.metal.emulator.rules import ADDRESS_SPACES
-from kernels.metal.emulator.syntax import Declaration, DeclarationKind, find_declarations
-from kernels.metal.emulator.tokens import Source
-from kernels.metal.emulator.translation import find_threadgroup_variables
+from metal_emulator.rules import ADDRESS_SPACES
+from metal_emulator.syntax import Declaration, DeclarationKind, find_declarations
+from metal_emulator.tokens import Source
+from metal_emulator.translation import find_threadgroup_variables
 
 Edit = tuple[int, int, str]  # a replacement in a text: (start, end, new text)
 
