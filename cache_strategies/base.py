@@ -75,7 +75,8 @@ class KVSequence(ABC):
     def truncate(self, length: int) -> None:
         """Drop the tokens from position `length` on: at most contract.rewind ones.
 
-        Before the first commit `length` may become lower than that, as a strategy may drop whole blocks.
+        Before the first commit any number may be dropped, and `length` may become lower than asked for, as a strategy
+        may drop whole blocks.
         """
         assert length <= self.length
         self.length, self.found = length, min(self.found, length)
@@ -95,11 +96,12 @@ class Rows(Generic[S_co]):
     Decode rows (one token) come first.
     """
 
-    __slots__ = ("counts", "longest", "num_decode", "num_tokens", "sequences")
+    __slots__ = ("counts", "drafts", "longest", "num_decode", "num_tokens", "sequences")
 
-    def __init__(self, sequences: Sequence[S_co], counts: Sequence[int]) -> None:
+    def __init__(self, sequences: Sequence[S_co], counts: Sequence[int], drafts: Sequence[int] | None = None) -> None:
         self.sequences = sequences
         self.counts = counts  # numbers of tokens
+        self.drafts = drafts  # how many of them, at the end of each row, may be rejected; None: none
         self.num_decode = counts.count(1)
         assert 1 not in counts[self.num_decode :], "decode rows must come first"
         self.num_tokens = sum(counts)

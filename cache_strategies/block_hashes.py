@@ -64,12 +64,14 @@ class BlockHasher:
         content = hash_block(parent.content, tokens)
         return BlockHash(content, parent.salt, 0, parent.content, parent.depth + 1)
 
-    def hash_blocks(self, tokens: Sequence[int], salt: Salt) -> Iterator[BlockHash]:
-        """Yield the hashes of a sequence's full blocks, up to the first block with an embedding; computed lazily."""
-        block_hash: BlockHash | None = self.root_hash(salt)
+    def hash_blocks(self, tokens: Sequence[int], salt: Salt, parent: BlockHash | None = None) -> Iterator[BlockHash]:
+        """Yield the hashes of a sequence's full blocks, up to the first block with an embedding; computed lazily.
+
+        `parent` is the hash of the block before the tokens; None: they begin the text.
+        """
+        block_hash = self.root_hash(salt) if parent is None else parent
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
-            assert block_hash is not None
-            block_hash = self.hash_block_tokens(block_hash, tokens[end - self.block_size : end])
-            if block_hash is None:
+            found = self.hash_block_tokens(block_hash, tokens[end - self.block_size : end])
+            if found is None:
                 return
-            yield block_hash
+            yield (block_hash := found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from cache_strategies.base import Rows
@@ -182,6 +183,12 @@ class BlockData(Protocol):
     def write_data(self, block_hash: BlockHash, data: Tensor) -> bool:
         """Make a block with this hash and these bytes, idle until a sequence finds it.
 
-        Return False if there is one already, or if there is not enough memory. Raises ValueError for data of another
-        size than read_data() returns.
+        Return False if there is one already, or if there is not enough memory. Raises ValueError for a hash or for data
+        that no block of this cache can have. The caller must know that the data are those of the hash.
         """
+
+
+def check_data(data: Tensor, size: int) -> None:
+    """Raise ValueError unless data for `BlockData.write_data` are so many bytes."""
+    if data.dtype is not torch.uint8 or data.shape != (size,):
+        raise ValueError(f"there should be {size} bytes of data [{size}] uint8, not {list(data.shape)} {data.dtype}")

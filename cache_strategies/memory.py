@@ -85,11 +85,11 @@ class Region:
 class InstanceMemory:
     """The memory of an engine as one instance sees it."""
 
-    def __init__(self, shared: Memory, name: str, whole: InstanceMemory | None = None) -> None:
-        """See the memory of the instance `name`; `whole` if this is a part of it."""
+    def __init__(self, shared: Memory, name: str, parent: InstanceMemory | None = None) -> None:
+        """See the memory of the instance `name`; `parent` is the memory that this is a part of, if it is."""
         self.shared = shared
         self._name = name
-        self._whole = whole
+        self._parent = parent
         self.regions: list[Region] = []
 
     def make_part(self) -> InstanceMemory:
@@ -112,10 +112,10 @@ class InstanceMemory:
 
     def region(self, block_bytes: int, what: str = "keys and values") -> Region:
         """Make a region of blocks of `block_bytes` bytes; `what` says what they hold. Called in __init__ only."""
-        if self._whole is None:
+        if self._parent is None:
             region = Region(self.shared, self._name, block_bytes, what)
         else:
-            region = self._whole.region(block_bytes, what)
+            region = self._parent.region(block_bytes, what)
         self.regions.append(region)
         return region
 

@@ -82,7 +82,9 @@ class Contract(NamedTuple):
     replayable: bool = True  # a sequence that is closed and computed again from its first token gets the same state
     # The state and, with batch-invariant kernels, the attention do not depend on how tokens were split into rows
     chunk_invariant: bool = True
-    granularity: int | None = None  # open() finds cached tokens in multiples of so many; None: it never finds any
+    # open() finds cached tokens in multiples of so many; None: it never finds any, so that checkpoints of a model's
+    # recurrent states would be of no use
+    granularity: int | None = None
     # A text may become longer than max_seq_len, though its prompt may not, as positions are counted within the cache.
     unbounded: bool = False
 

@@ -3,7 +3,7 @@
 A slot holds what all state layers of a model keep of one text; its number is that of its first page:
 
     slot   | layer 0: tensor 0 | tensor 1 | layer 1: tensor 0 | ... | unused |
-           0                                                slot_bytes   run * page_bytes
+           0                                                slot_bytes   whole pages
 
 Knows neither the owner of a slot nor which text it is about.
 """
@@ -11,7 +11,6 @@ Knows neither the owner of a slot nor which text it is about.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -49,13 +48,15 @@ class StateStore:
         assert page % ALIGN == 0
         self.memory = memory.memory
         self.slot_bytes = compute_slot_bytes(layers)
-        self.pages_per_slot = -(-self.slot_bytes // page)
-        self.num_slots = max(0, memory.pages - self.pages_per_slot + 1)
+        self.num_slots = max(0, memory.pages - -(-self.slot_bytes // page) + 1)
         self.slots = self.memory.as_strided((self.num_slots, self.slot_bytes), (page, 1))  # uint8
-        tensors = [tensor for spec in layers for tensor in spec]
-        starts = accumulate((tensor.aligned_bytes for tensor in tensors), initial=0)
-        views = iter([self._view(tensor, start, page) for tensor, start in zip(tensors, starts, strict=False)])
-        self._views = [[next(views) for _ in spec] for spec in layers]
+        self._views: list[list[Tensor]] = []
+        offset = 0
+        for spec in layers:
+            self._views.append([])
+            for tensor in spec:
+                self._views[-1].append(self._view(tensor, offset, page))
+                offset += tensor.aligned_bytes
 
     def _view(self, tensor: StateTensor, offset: int, page: int) -> Tensor:
         size = tensor.dtype.itemsize
@@ -68,6 +69,9 @@ class StateStore:
         return self._views[layer]
 
 
+NO_SLOT = -1  # in place of the slot of the states before a text, which are all zeros
+
+
 class States(NamedTuple):
     """The states of a slice's rows: where each row's text has them, and where they go. Tensors are int32.
 
@@ -76,6 +80,6 @@ class States(NamedTuple):
 
     store: StateStore
     q_start: Tensor  # [B + 1] index of each row's first token in the slice
-    read: Tensor  # [B] the slot of the states before the row; negative: all zeros
+    read: Tensor  # [B] the slot of the states before the row, or NO_SLOT
     write: Tensor  # [B] the slot for the states after the row
     keep: Tensor  # [n, 3] (row, number of its tokens, slot): the states after these tokens are stored there as well

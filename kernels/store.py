@@ -119,6 +119,7 @@ class KVStore:
         self.block_size = block_size
         self.k_dtype, self.v_dtype = dtype, v_dtype or dtype
         self.dtype = dtype if self.v_dtype is dtype else None  # of all numbers; None: keys and values differ in it
+        self.formats = f"{self.k_dtype}, {self.v_dtype}"  # in words
         self.device = memory.memory.device
         self.split_heads = split_heads
         specs = dict(layers) if isinstance(layers, Mapping) else dict(enumerate(layers))

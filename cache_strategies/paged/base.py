@@ -23,6 +23,7 @@ from cache_strategies.block_table import BlockTableCache, TableOptions, resolve_
 from cache_strategies.eviction import load_policy
 from cache_strategies.eviction.block_metrics import BlockMetrics
 from cache_strategies.eviction.queue import EvictionQueue
+from cache_strategies.features import check_data
 from cache_strategies.memory import Region
 from cache_strategies.paged.accounting import Accounting, iter_blocks
 from cache_strategies.paged.block_copies import BlockCopies
@@ -94,7 +95,7 @@ class PagedBase(BlockTableCache[PagedState]):
         self.pending = PendingBlocks[PagedState]()
         self.pinned = Pins(setup.clock)
         self.ttl = math.inf if options.ttl is None else options.ttl
-        self.hasher = BlockHasher(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
+        self.hasher = BlockHasher(self.block_size, f"{setup.name}\0{self.store.formats}\0{setup.model}")
         self.promised: set[int] = set()  # pending blocks that are fully computed after this step, until the next poll()
         self.copies = BlockCopies(self.pool, self._block_metrics, self._stores_by_group)
         self.windowed = WindowedBlocks(self.layout, self.pool, self.pending, self.copies, self.table, self.block_bytes)
@@ -227,33 +228,37 @@ class PagedBase(BlockTableCache[PagedState]):
 
     # ---------------------------------------------------------------- data of blocks
     def list_data(self) -> Sequence[BlockHash]:
-        return [each for each in self.pool.list_hashes() if self._view_data(each)]
+        return [each for each in self.pool.list_hashes() if self._find_data(each) is not None]
 
     def read_data(self, block_hash: BlockHash) -> Tensor | None:
-        views = self._view_data(block_hash)
-        return torch.cat(views) if views else None
+        block = self._find_data(block_hash)
+        return None if block is None else torch.cat(self._view_data(block))
 
     def write_data(self, block_hash: BlockHash, data: Tensor) -> bool:
-        group = block_hash.group
+        group, depth = block_hash.group, block_hash.depth
         store = self._stores_by_group[group] if 0 <= group < len(self.columns) else None
-        if store is None or data.nbytes != (size := store.block_bytes * self.columns[group]):
-            raise ValueError(f"a block of group {group} has {0 if store is None else size} bytes, not {data.nbytes}")
+        if store is None or not 0 <= depth < self.count_blocks(self.setup.geometry.max_seq_len):
+            raise ValueError(f"there are no blocks of group {group} after {depth} others")
+        check_data(data, store.block_bytes * self.columns[group])
         if not self.prefix_cache or self.pool.find(block_hash) is not None:
             return False
         if (block := self.pool.allocate(group)) is None:
             return False
-        self.pool.publish(block_hash, block)
-        for view, part in zip(self._view_data(block_hash), data.split(store.block_bytes), strict=True):
+        for view, part in zip(self._view_data(block), data.split(store.block_bytes), strict=True):
             view.copy_(part)
+        self.pool.publish(block_hash, block)
         self.pool.decref(block, ttl=self.ttl)
         return True
 
-    def _view_data(self, block_hash: BlockHash) -> list[Tensor]:
-        """Return the bytes of a block in each of its allocations [bytes]; none if it is unknown or not computed yet."""
+    def _find_data(self, block_hash: BlockHash) -> int | None:
+        """Return the block with this hash; None if there is none, or it is not computed yet or takes no memory."""
         block = self.pool.find(block_hash)
-        store = self._stores_by_group[block_hash.group]
-        if block is None or block in self.pending or store is None:
-            return []
+        return None if block is None or block < 0 or block in self.pending else block
+
+    def _view_data(self, block: int) -> list[Tensor]:
+        """Return the bytes of a block in each of its allocations, [bytes]."""
+        store = self._stores_by_group[self.pool.group(block)]
+        assert store is not None
         return [store.blocks[each, : store.block_bytes] for each in self.pool.columns(block)]
 
     # ---------------------------------------------------------------- pins and dropped prefixes

@@ -33,7 +33,8 @@ def list_path(hashes: Iterable[BlockHash], last: BlockHash) -> list[BlockHash]:
     block_hash: BlockHash | None = last
     while block_hash is not None:
         path[block_hash.depth] = block_hash._replace(group=0)
-        block_hash = by_prefix.get(block_hash.parent_prefix)
+        before = by_prefix.get(block_hash.parent_prefix)
+        block_hash = before if before is not None and before.depth < block_hash.depth else None
     return path
 
 
@@ -63,7 +64,9 @@ class PrefixTree:
         numbers: dict[Salt, dict[bytes, int]] = {}
         for number, each in enumerate(self._hashes):
             numbers.setdefault(each.salt, {})[each.content] = number
-        self._parents = [numbers[each.salt].get(each.parent, NO_PARENT) for each in self._hashes]
+        # A hash that came with data from elsewhere may name any parent: one that does not come before it is none
+        parents = ((i, numbers[each.salt].get(each.parent, NO_PARENT)) for i, each in enumerate(self._hashes))
+        self._parents = [parent if parent < i else NO_PARENT for i, parent in parents]
         self._pins: dict[int, list[str]] = {}  # by block: ids of the pins that end with it
         for pin_id, (content, salt) in pins.iter_prefixes():
             if (end := numbers.get(salt, {}).get(content)) is not None:

@@ -1,14 +1,14 @@
-"""Pairs any strategy with the states of recurrent layers, for models that have those beside layers with attention.
+"""Keeps recurrent states beside the keys of any strategy, for models that have both kinds of layers.
 
-Neither knows of the other. The states after some tokens are of a fixed size and cannot be cut: a text goes on from
-cached tokens only where the strategy has their keys and a slot has a checkpoint of their states. A row reads one slot
-and writes another, so a step that failed can be repeated. Of a row whose drafts were rejected, only the tokens before
-the last states that were kept within it are committed; the other accepted ones are computed again.
+The strategy does not know of the states. The states after some tokens are of a fixed size and cannot be cut: a text
+goes on from cached tokens only where the strategy has their keys and a slot has a checkpoint of their states. A row
+reads one slot and writes another, so a step that failed can be repeated. The states before a row's drafts are kept as
+well: if drafts are rejected, the tokens before them are committed, and the accepted ones are computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
@@ -18,60 +18,68 @@ from torch import Tensor
 
 from cache_strategies.base import CacheSetup, KVCache, KVSequence, Locations, Rows
 from cache_strategies.block_hashes import STATES, BlockHash, BlockHasher
-from cache_strategies.features import BlockData, Clearing, SelfChecking
+from cache_strategies.features import BlockData, Clearing, SelfChecking, check_data
 from cache_strategies.states.prefix_names import PrefixNames
 from cache_strategies.states.slots import StateSlots
 from cache_strategies.types import EVERYTHING, CacheUsage, Geometry, SaltScope, Sizes, Text
-from kernels.states import States, StateStore, compute_slot_bytes
+from kernels.states import NO_SLOT, States, StateStore, compute_slot_bytes
 
 INTERVAL = 1024  # tokens of a text between two checkpoints, if these are whole blocks
+LEAST_BLOCK = 16  # tokens of a block by which checkpoints are named, where a strategy finds any number of tokens
 SLOTS_PER_SEQUENCE = 2  # one that a row reads, one that it writes
-ZEROS = -1  # in place of the slot of the states before a text
 
 
 class StateSequence(KVSequence):
     """A sequence of a strategy, and the states after its tokens.
 
-    A row reads the slot `current` and writes `spare`; when it is committed, they change places. A slot that others use
-    as well (a checkpoint, a fork) is never written: a new one is allocated for it.
+    A row reads `read_slot` and writes `write_slot`; when it is committed, they change places. A slot that others use as
+    well (a checkpoint, a fork) is never written: a new one is allocated for it.
     """
 
-    def __init__(self, cache: StateCache, keys: KVSequence, names: PrefixNames, borders: Collection[int]) -> None:
-        """Begin without any states. Checkpoints are made at the `borders`, besides those at regular intervals."""
+    def __init__(
+        self,
+        cache: StateCache,
+        keys: KVSequence,
+        names: PrefixNames,
+        checkpoints: Collection[int] = (),
+        write_slot: int | None = None,
+    ) -> None:
+        """Begin without any states; `checkpoints` are made after so many tokens, besides those at regular intervals."""
         self.keys = keys
         self.names = names
-        self.current: int | None = None  # the states after `length` tokens; None: after none
-        self.spare: int | None = None  # for the states after the next row
+        self.read_slot: int | None = None  # the states after `length` tokens; None: after none
+        self.write_slot = write_slot
         self._cache, self._slots = cache, cache.slots
-        self._interval, self._borders = cache.interval, {*borders}
+        self._checkpoints = {*checkpoints}
         self._num_located = 0  # tokens of the row that was located last
         self._kept: dict[int, int] = {}  # slots for the states within that row, by the number of its tokens
-        self._published: list[BlockHash] = []  # the checkpoints that it has made
         cache.sequences.add(self)
 
-    def _update(self) -> None:
-        """Take over what the strategy's sequence says."""
+    def _copy_fields(self) -> None:
+        """Copy the fields that the engine reads from the strategy's sequence."""
         keys = self.keys
         self.length, self.found, self.stop, self.shift = keys.length, keys.found, keys.stop, keys.shift
-        self.room = 0 if self.spare is None else keys.room
+        self.room = 0 if self.write_slot is None else keys.room
 
     def list_slots(self) -> list[int]:
         """Return the slots to which the sequence refers."""
-        return [slot for slot in (self.current, self.spare, *self._kept.values()) if slot is not None]
+        return [slot for slot in (self.read_slot, self.write_slot, *self._kept.values()) if slot is not None]
 
     # ---------------------------------------------------------------- before a row
-    def go_back(self) -> None:
-        """Go back to the last checkpoint of which the strategy has all keys, or to the beginning."""
+    def restore_checkpoint(self) -> None:
+        """Truncate to the last checkpoint whose keys are all there; to nothing if there is none."""
         self.miss = self.keys.miss
-        while (last := self._find_checkpoint())[0] < self.keys.length:
+        while (last := self._find_checkpoint())[0] < (length := self.keys.length):
             self.keys.truncate(last[0])
             self.miss = "checkpoint"
-        before, self.current = self.current, last[1]
-        if self.current is not None:
-            self._slots.share(self.current)
+            if not self.keys.length < length:
+                raise ValueError(f"a sequence has {self.keys.length} tokens after truncate({last[0]})")
+        before, self.read_slot = self.read_slot, last[1]
+        if self.read_slot is not None:
+            self._slots.share(self.read_slot)
         if before is not None:
             self._slots.release(before)
-        self._update()
+        self._copy_fields()
 
     def _find_checkpoint(self) -> tuple[int, int | None]:
         """Return the number of tokens and the slot of the last checkpoint among the tokens that have keys."""
@@ -80,38 +88,49 @@ class StateSequence(KVSequence):
                 return num_tokens, slot
         return 0, None
 
+    def _restore_if_shortened(self) -> None:
+        """Go back to a checkpoint if another sequence has ended, which was to compute some of this one's tokens."""
+        if self.keys.length < self.length:
+            self.restore_checkpoint()
+
     def ready(self) -> bool:
         is_ready = self.keys.ready()
-        if self.keys.length < self.length:  # another sequence has ended, which was to compute some of its tokens
-            self.go_back()
+        self._restore_if_shortened()
         return is_ready
 
     def reserve(self, num_tokens: int) -> bool:
-        is_reserved = self.allocate_spare() and self.keys.reserve(num_tokens)
-        self._update()
+        self._restore_if_shortened()
+        if self.write_slot is None:
+            self.write_slot = self._slots.allocate()
+        is_reserved = self.write_slot is not None and self.keys.reserve(num_tokens)
+        self._copy_fields()
         return is_reserved
 
-    def allocate_spare(self) -> bool:
-        """Allocate the slot that the next row writes, if there is none; return whether there is one."""
-        if self.spare is None:
-            self.spare = self._slots.allocate()
-        return self.spare is not None
+    def locate(self, num_tokens: int, num_drafts: int) -> dict[int, int]:
+        """Return the slots for states within the next row, by the number of its tokens; as far as there is memory.
 
-    def locate(self, num_tokens: int) -> dict[int, int]:
-        """Choose the slots for states within the next row, by the number of its tokens; as far as there is memory."""
-        self._drop_kept()
+        The last `num_drafts` of its tokens may be rejected: the states before them are kept, too.
+        """
+        self.drop_kept()
         self._num_located = num_tokens
-        inside = range(self.length + 1, self.length + num_tokens)
-        regular = range(-(-inside.start // self._interval) * self._interval, inside.stop, self._interval)
-        for position in sorted({*regular, *(each for each in self._borders if each in inside)}):
-            if self.names.can_name(position) and (slot := self._slots.allocate()) is not None:
+        before_drafts = self.length + num_tokens - num_drafts
+        wanted = {*self._list_checkpoints(self.length + 1, self.length + num_tokens)}
+        wanted |= {before_drafts} if num_drafts else set()
+        for position in sorted(wanted, key=lambda each: (each != before_drafts, each)):
+            if (slot := self._slots.allocate()) is not None:
                 self._kept[position - self.length] = slot
         return self._kept
 
-    def _is_checkpoint(self, num_tokens: int) -> bool:
-        return num_tokens in self._borders or num_tokens % self._interval == 0
+    def _list_checkpoints(self, first: int, end: int) -> Iterator[int]:
+        """Yield after how many tokens, from `first` on and before `end`, checkpoints are to be made."""
+        interval = self._cache.interval
+        regular = range(-(-first // interval) * interval, end, interval)
+        for position in {*regular, *(each for each in self._checkpoints if first <= each < end)}:
+            if self.names.is_boundary(position):
+                yield position
 
-    def _drop_kept(self) -> None:
+    def drop_kept(self) -> None:
+        """Free the slots for states within a row."""
         for slot in self._kept.values():
             self._slots.release(slot)
         self._kept = {}
@@ -127,59 +146,67 @@ class StateSequence(KVSequence):
         first, end = self.length, self.length + len(ids)
         self.keys.commit(ids)
         self.names.replace(first, ids)
-        before = self.current
+        before = self.read_slot
         if len(ids) == self._num_located:
-            self.current, self.spare = self.spare, None
+            self.read_slot, self.write_slot = self.write_slot, None
         else:
-            self.current = self._kept.pop(len(ids))
-        for count, slot in self._kept.items():
-            if count < len(ids):
-                self._publish(first + count, slot)
-        self._drop_kept()
-        if self._is_checkpoint(end):
-            assert self.current is not None
-            self._publish(end, self.current)
-        if before is not None and self.spare is None and self._slots.is_private(before):
-            self.spare = before
+            self.read_slot = self._kept.pop(len(ids))
+        slots = {first + count: slot for count, slot in self._kept.items()} | {end: self.read_slot}
+        for position in self._list_checkpoints(first + 1, end + 1):
+            if (slot := slots.get(position)) is not None and (name := self.names.find(position)) is not None:
+                self._slots.publish(name, slot)
+        self.drop_kept()
+        if before is not None and self.write_slot is None and self._slots.is_private(before):
+            self.write_slot = before
         elif before is not None:
             self._slots.release(before)
-        self._update()
-
-    def _publish(self, num_tokens: int, slot: int) -> None:
-        """Make a slot the checkpoint of the first `num_tokens` tokens, if they have a name."""
-        if (name := self.names.find(num_tokens)) is not None and self._slots.publish(name, slot):
-            self._published.append(name)
+        self._copy_fields()
 
     # ---------------------------------------------------------------- the sequence as a whole
     def compact(self) -> bool:
         has_dropped = self.keys.compact()
-        self._update()
+        self._copy_fields()
         return has_dropped
 
     def truncate(self, length: int) -> None:
         if length < self.length:
             self.keys.truncate(length)
-            self.go_back()
+            self.restore_checkpoint()
 
     def fork(self) -> Self | None:
         if (keys := self.keys.fork()) is None:
             return None
-        child = type(self)(self._cache, keys, self.names.fork(self.length), ())
-        child.current, child.miss = self.current, self.miss
-        if child.current is not None:
-            self._slots.share(child.current)
-        child._update()
+        self._copy_fields()
+        check_new(keys, self._cache.sequences)
+        child = type(self)(self._cache, keys, self.names.fork(self.length))
+        child.miss, child.read_slot = self.miss, self.read_slot
+        if child.read_slot is not None:
+            self._slots.share(child.read_slot)
+        child._copy_fields()
         return child
 
     def close(self) -> None:
-        if self.spoiled:
-            self.keys.spoiled = True
-            for name in self._published:
-                self._slots.unpublish(name)
         for slot in self.list_slots():
             self._slots.release(slot)
         self._cache.sequences.remove(self)
-        self.keys.close()
+        for _, name in self.names.list_names(self.length):  # the longest first: it is evicted first, as its keys are
+            if self.spoiled:
+                self._slots.unpublish(name)
+            else:
+                self._slots.touch(name)
+        try:
+            if self.spoiled:
+                self.keys.spoiled = True
+        finally:
+            self.keys.close()
+
+
+def check_new(keys: object, others: Collection[StateSequence]) -> None:
+    """Raise TypeError or ValueError unless a strategy has returned a new sequence."""
+    if not isinstance(keys, KVSequence):
+        raise TypeError(f"it returned a {type(keys).__name__}, not a KVSequence")
+    if any(each.keys is keys for each in others):
+        raise ValueError("it returned a sequence that is open already")
 
 
 class PairedStrategy(NamedTuple):
@@ -203,11 +230,17 @@ class StateCache(KVCache[StateSequence]):
         region = setup.memory.region(compute_slot_bytes(layers), "recurrent states")
         self.slots, self.store = StateSlots(region), StateStore(region, layers)
         size = self.contract.granularity
-        scope = f"{setup.name}\0states\0{setup.model}"
-        self._hasher = None if size is None else BlockHasher(size, scope)
-        self.interval = -(-options.interval // (size or 1)) * (size or 1)
+        if size is None or not self.contract.replayable:  # no other text would get the same states
+            self._hasher, self.interval = None, options.interval
+        else:
+            size = LEAST_BLOCK if size == 1 else size
+            formats = "; ".join(store.formats for store in self.stores)
+            self._hasher = BlockHasher(size, f"{setup.name}\0states\0{[*map(list, layers)]}\0{formats}\0{setup.model}")
+            self.interval = -(-options.interval // size) * size
         self.sequences: set[StateSequence] = set()
-        self._located: Rows[Any] = Rows([], [])  # of the strategy's sequences
+        self._due_of_slots = 0.0  # bytes that checkpoints are to give next, as they give whole slots
+        self._located: Rows[StateSequence] = Rows([], [])
+        self._located_keys: Rows[Any] = Rows([], [])  # the same rows, of the strategy's sequences
 
     @classmethod
     def sizes(cls, options: PairedStrategy, geometry: Geometry) -> Sizes:
@@ -219,40 +252,52 @@ class StateCache(KVCache[StateSequence]):
 
     # ---------------------------------------------------------------- sequences
     def open(self, text: Text) -> StateSequence | None:
-        keys = self.strategy.open(text)
-        if keys is None:
+        if (slot := self.slots.allocate()) is None:
             return None
-        size = self.contract.granularity
-        # Where another text may go on: before the last token of this one, and after what this one shares with others
-        borders = [] if size is None else [each // size * size for each in (text.num_reusable, keys.length)]
-        names = PrefixNames(self._hasher, text.ids, text.salt)
-        opened = StateSequence(self, keys, names, borders)
+        keys = None
         try:
-            opened.go_back()
+            keys = self.strategy.open(text)
+            if keys is not None:
+                check_new(keys, self.sequences)
+                opened = self._pair(text, keys, slot)
+        except BaseException:
+            self.slots.release(slot)
+            if isinstance(keys, KVSequence) and all(each.keys is not keys for each in self.sequences):
+                keys.close()
+            raise
+        if keys is None:
+            self.slots.release(slot)
+            return None
+        try:
+            opened.restore_checkpoint()
         except BaseException:
             opened.close()
             raise
-        if not opened.allocate_spare():
-            opened.close()
-            return None
         return opened
 
-    # ---------------------------------------------------------------- a step
-    @staticmethod
-    def count_committable(sequences: Sequence[Any], num_accepted: Sequence[int]) -> list[int]:
-        """Return how many of the accepted tokens of located rows can be committed, by row."""
-        return [each.count_committable(count) for each, count in zip(sequences, num_accepted, strict=True)]
+    def _pair(self, text: Text, keys: KVSequence, slot: int) -> StateSequence:
+        size = 1 if self._hasher is None else self._hasher.block_size
+        # Where another text may go on: before the last token of this one, and after what this one shares with others
+        checkpoints = [each // size * size for each in (text.num_reusable, keys.length)]
+        names = PrefixNames(self._hasher, text.ids, text.salt)
+        return StateSequence(self, keys, names, checkpoints, slot)
 
+    # ---------------------------------------------------------------- a step
     def locate(self, rows: Rows[StateSequence]) -> Locations:
-        self._located = Rows([each.keys for each in rows.sequences], rows.counts)
-        located = self.strategy.locate(self._located)
+        for sequence in self._located.sequences:
+            sequence.drop_kept()
+        self._located = rows
+        self._located_keys = Rows([each.keys for each in rows.sequences], rows.counts, rows.drafts)
+        located = Locations(*self.strategy.locate(self._located_keys))
+        drafts = rows.drafts or [0] * len(rows)
+        each_row = enumerate(zip(rows.sequences, rows.counts, drafts, strict=True))
         kept = [
             (row, count, slot)
-            for row, (sequence, num_tokens) in enumerate(zip(rows.sequences, rows.counts, strict=True))
-            for count, slot in sequence.locate(num_tokens).items()
+            for row, (sequence, num_tokens, num_drafts) in each_row
+            for count, slot in sequence.locate(num_tokens, num_drafts).items()
         ]
-        read = [ZEROS if each.current is None else each.current for each in rows.sequences]
-        write = [each.spare for each in rows.sequences]
+        read = [NO_SLOT if each.read_slot is None else each.read_slot for each in rows.sequences]
+        write = [each.write_slot for each in rows.sequences]
         starts = [0, *accumulate(rows.counts)]
         device = self.store.memory.device
         tensors = (torch.tensor(each, dtype=torch.int32, device=device) for each in (starts, read, write, kept))
@@ -260,7 +305,7 @@ class StateCache(KVCache[StateSequence]):
         return located._replace(states=States(self.store, q_start, reads, writes, keep.view(-1, 3)))
 
     def attend(self, layer: int, rows: Rows[Any], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        self.strategy.attend(layer, self._located, q, k, v, out)
+        self.strategy.attend(layer, self._located_keys, q, k, v, out)
 
     def poll(self) -> None:
         self.strategy.poll()
@@ -271,25 +316,32 @@ class StateCache(KVCache[StateSequence]):
         return self.strategy.idle_bytes + self.slots.idle_bytes
 
     def evict(self, num_bytes: int) -> int:
-        freed = 0
-        # Keys and checkpoints are of use together only, so neither takes more than half of what is idle
-        while freed < num_bytes and self.slots.idle_bytes > self.strategy.idle_bytes:
-            freed += self.slots.evict()
-        if freed < num_bytes:
-            freed += self.strategy.evict(num_bytes - freed)
-        while freed < num_bytes and self.slots.idle_bytes:
-            freed += self.slots.evict()
-        return freed
+        memory = self.setup.memory
+        before = memory.held_bytes
+
+        def is_missing() -> bool:
+            return before - memory.held_bytes < num_bytes
+
+        # Keys and checkpoints are of use together only: each gives its share of what is idle
+        if idle := self.idle_bytes:
+            self._due_of_slots += num_bytes * self.slots.idle_bytes / idle
+        while is_missing() and self._due_of_slots >= self.slots.region.size and self.slots.idle_bytes:
+            self._due_of_slots -= self.slots.evict_one()
+        if is_missing():
+            self.strategy.evict(num_bytes - (before - memory.held_bytes))
+        while is_missing() and self.slots.idle_bytes:
+            self.slots.evict_one()
+        return before - memory.held_bytes
 
     def clear(self, scope: SaltScope = EVERYTHING) -> int:
         """Remove the checkpoints of the salts in a scope, and what the strategy removes (features.Clearing)."""
         before = self.setup.memory.held_bytes
-        if isinstance(self.strategy, Clearing):
-            self.strategy.clear(scope)
         self.slots.clear(scope)
         for sequence in self.sequences:
             if scope.includes(sequence.names.salt):
-                sequence.names.stop()
+                sequence.names.disable()
+        if isinstance(self.strategy, Clearing):
+            self.strategy.clear(scope)
         return before - self.setup.memory.held_bytes
 
     # ---------------------------------------------------------------- data of blocks and checkpoints
@@ -309,8 +361,7 @@ class StateCache(KVCache[StateSequence]):
         """Make a checkpoint or a block with this name and these bytes, as features.BlockData says."""
         if block_hash.group != STATES:
             return isinstance(self.strategy, BlockData) and self.strategy.write_data(block_hash, data)
-        if data.nbytes != self.store.slot_bytes:
-            raise ValueError(f"states have {self.store.slot_bytes} bytes, not {data.nbytes}")
+        check_data(data, self.store.slot_bytes)
         if self._hasher is None or self.slots.find(block_hash) is not None or (slot := self.slots.allocate()) is None:
             return False
         self.store.slots[slot].copy_(data)

@@ -67,13 +67,11 @@ class StateSlots:
         """Return the names of all checkpoints."""
         return list(self._checkpoints)
 
-    def publish(self, name: BlockHash, slot: int) -> bool:
-        """Make a slot that is in use the checkpoint of a prefix; return False if the prefix or the slot has one."""
+    def publish(self, name: BlockHash, slot: int) -> None:
+        """Make a slot that is in use the checkpoint of a prefix, unless the prefix or the slot has one already."""
         assert self._references[slot] > 0
-        if name in self._checkpoints or slot in self._names:
-            return False
-        self._checkpoints[name], self._names[slot] = slot, name
-        return True
+        if name not in self._checkpoints and slot not in self._names:
+            self._checkpoints[name], self._names[slot] = slot, name
 
     def unpublish(self, name: BlockHash) -> None:
         """Remove a checkpoint, if there is one of this name; its slot is freed once it has no reference."""
@@ -96,7 +94,13 @@ class StateSlots:
         """The bytes of checkpoints without references."""
         return len(self._idle) * self.region.size
 
-    def evict(self) -> int:
+    def touch(self, name: BlockHash) -> None:
+        """Let all other idle checkpoints be evicted before this one, if it is idle."""
+        if (slot := self._checkpoints.get(name)) in self._idle:
+            del self._idle[slot]
+            self._idle[slot] = None
+
+    def evict_one(self) -> int:
         """Remove the checkpoint that has been idle for the longest time; return its bytes, 0 if none is idle."""
         slot = next(iter(self._idle), None)
         if slot is None:

@@ -76,7 +76,7 @@ class CpuDecoderLayers(DecoderLayers):
     def run(self, x: Tensor, attention: Attention) -> Tensor | None:
         """Return the output [N, d] of the last layer for embedded tokens x [N, d].
 
-        None if C++ lacks the format of a store.
+        Return None if keys and values of a store differ in dtype, which the C++ pass does not support.
         C++ stops at each layer in which a slice computes its own attention (a hook), and is resumed after it.
         """
         arguments = self._make_arguments(attention.slices)

@@ -89,7 +89,7 @@ def _run_command(
             return _inspect(core, instance)
         case Share(_, floor, limit):
             return _set_share(core, instance, floor, limit)
-        case Clear(_, tenant, cache_salt) if isinstance(instance.strategy, Clearing):
+        case Clear(_, tenant, cache_salt) if isinstance(instance.cache, Clearing):
             freed = instance.call("clear", SaltScope(tenant, cache_salt), kind=Bytes)
             core.scheduler.mark_room_changed()
             return {"freed_bytes": freed}

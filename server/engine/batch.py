@@ -25,13 +25,17 @@ from server.records import Compaction
 
 
 class RowInput(NamedTuple):
-    """A row of a step: its tokens follow the first `length` of their sequence. The last `num_logits` get logits."""
+    """A row of a step: its tokens follow the first `length` of their sequence. The last `num_logits` get logits.
+
+    The last `num_drafts` may be rejected.
+    """
 
     instance: Instance
     sequence: KVSequence
     length: int
     tokens: Sequence[int]
     num_logits: int
+    num_drafts: int = 0
 
 
 class BatchPart(NamedTuple):
@@ -60,7 +64,7 @@ class Batch:
         self.parts = [part for part, _ in located]
         self.slices = [each for _, each in located]
         starts = (position for part in self.parts for position in part.located.positions)
-        for (_, _, _, tokens, num_logits), start in zip(self._rows, starts, strict=True):
+        for (_, _, _, tokens, num_logits, _), start in zip(self._rows, starts, strict=True):
             ids += tokens
             positions += range(start, start + len(tokens))
             logit_index += range(len(positions) - num_logits, len(positions))
@@ -143,7 +147,9 @@ class Batch:
         end = 0
         for instance, group in groupby(self._rows, key=attrgetter("instance")):
             items = list(group)
-            rows = Rows([item.sequence for item in items], [len(item.tokens) for item in items])
+            drafts = [item.num_drafts for item in items]
+            counts = [len(item.tokens) for item in items]
+            rows = Rows([item.sequence for item in items], counts, drafts if any(drafts) else None)
             begin, end = end, end + rows.num_tokens
             located = instance.locate(rows, [item.length for item in items])
             hook = partial(instance.attend, rows)
@@ -167,7 +173,7 @@ def _order_rows(work: Sequence[RowInput]) -> list[int]:
     """Return the indices of the rows grouped by strategy, with decode rows (one token) first in each group."""
     decode: dict[Instance, list[int]] = {}
     prefill: dict[Instance, list[int]] = {}
-    for i, (instance, _, _, tokens, _) in enumerate(work):
+    for i, (instance, _, _, tokens, *_) in enumerate(work):
         decode.setdefault(instance, [])
         (decode if len(tokens) == 1 else prefill).setdefault(instance, []).append(i)
     return [i for instance, rows in decode.items() for i in (*rows, *prefill.get(instance, ()))]

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from cache_strategies.base import KVCache, KVSequence, Rows
+from cache_strategies.base import KVCache, KVSequence, Locations, Rows
 from cache_strategies.errors import StrategyError
 from cache_strategies.features import (
     BlockCounting,
@@ -176,11 +176,11 @@ class Instance:
                 raise ValueError(f"a new sequence has length {added.length} instead of {least}")
             _check_found(added, added.length)
             check_int("the room of a new sequence", added.room)
+            self.forks = self._overrides(added, "fork")
         except BaseException:
             self._close(added)
             raise
         self._open[id(added)] = added
-        self.forks = self._overrides(added, "fork")
 
     def close(self, sequence: KVSequence) -> None:
         del self._open[id(sequence)]
@@ -301,7 +301,7 @@ class Instance:
     def locate(self, rows: Rows, lengths: Sequence[int]) -> LocatedRows:
         """Let the strategy locate rows after `lengths` tokens; what plug-ins say is checked. Raises StrategyError."""
         with self.guard["locate"]:
-            locations, tap, states = self.cache.locate(rows)
+            locations, tap, states = Locations(*self.cache.locate(rows))
             starts = zip(lengths, rows.sequences, strict=True)
             positions = [operator.index(length - each.shift) for length, each in starts]
             located = LocatedRows(rows, locations, tap, states, positions)
@@ -340,7 +340,10 @@ class Instance:
 
         They are fewer if drafts were rejected and the model has states, which are there at some places only.
         """
-        return num_entered if self.states is None else self.states.count_committable(rows.sequences, num_entered)
+        if self.states is None:
+            return num_entered
+        rows_of_states: Sequence[Any] = rows.sequences
+        return [each.count_committable(count) for each, count in zip(rows_of_states, num_entered, strict=True)]
 
     def commit(self, rows: Rows, tokens: Sequence[Sequence[int]]) -> None:
         """Commit tokens to the sequences of rows, in their order. Raises StrategyError."""
@@ -380,9 +383,13 @@ class Instance:
             return bool(sequence.compact())
 
     # ---------------------------------------------------------------- reports
-    def report(self, method: str, kind: Any, default: T, *args: Any) -> T:
-        """Return what a method of the strategy reports, as plain values of a type; after a fault, the default."""
-        return self._attempt(method, lambda: to_plain(getattr(self.strategy, method)(*args), kind), default)
+    def report(self, method: str, kind: Any, default: T, *args: Any, target: object = None) -> T:
+        """Return what a method of the strategy (or `target`) reports, as plain values of a type.
+
+        After a fault return the default.
+        """
+        target = target or self.strategy
+        return self._attempt(method, lambda: to_plain(getattr(target, method)(*args), kind), default)
 
     def usage(self) -> CacheUsage:
         """Return the memory by use: as the strategy reports it, or as far as the engine knows."""
@@ -390,8 +397,10 @@ class Instance:
         known = CacheUsage(self.num_open, sum(self._read_lengths()), held, held - idle, idle, 0, self.limit_bytes)
         if not isinstance(self.strategy, Reporting):
             return known
-        usage = self.report("usage", CacheUsage, known)
-        return usage if self.states is None or usage is known else self.states.add_usage(usage)
+        usage = self.report("usage", CacheUsage | None, None)
+        if usage is None:
+            return known
+        return usage if self.states is None else self.states.add_usage(usage)
 
     def _read_lengths(self) -> list[int]:
         """Return the lengths of all open sequences; none after a fault."""
@@ -463,15 +472,12 @@ class Instance:
 
     def describe_block(self, region: Region, block: int) -> BlockInfo | None:
         """Return what the strategy knows about one of its blocks, if anything."""
-        describing = self._find_user(region)
-        if not isinstance(describing, BlockDescribing):
+        if not isinstance(self._find_user(region), BlockDescribing):
             return None
-
-        def read() -> BlockInfo | None:
-            info: BlockInfo | None = to_plain(describing.describe_block(region, block), BlockInfo | None)
-            return info
-
-        return self._attempt("describe_block", read, None)
+        info: BlockInfo | None = self.report(
+            "describe_block", BlockInfo | None, None, region, block, target=self._find_user(region)
+        )
+        return info
 
     def _find_user(self, region: Region) -> object:
         """Return what keeps its blocks in a region: the strategy, or the states beside it."""

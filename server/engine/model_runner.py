@@ -123,7 +123,7 @@ def _make_row_input(scheduled: Scheduled) -> RowInput:
     tokens = [*request.tokens[length : length + num_tokens], *draft]
     num_logits = num_tokens if scores_prompt else samples + len(draft)
     num_logits = num_logits if num_observed is None else num_observed
-    return RowInput(request.instance, sequence, length, tokens, num_logits)
+    return RowInput(request.instance, sequence, length, tokens, num_logits, len(draft))
 
 
 def _find_waiting_siblings(parent: SamplerInput) -> list[SamplerInput]:

@@ -9,7 +9,7 @@ import torch
 
 from cache_strategies.base import KVCache
 from cache_strategies.block_hashes import BlockHash
-from cache_strategies.features import BlockData
+from cache_strategies.features import BlockData, PrefixListing
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
 from plugin_kit.driver.steps import step
@@ -80,11 +80,13 @@ def test_data_that_does_not_fit_changes_nothing(name: str) -> None:
         assert data is not None
         unknown = block_hash._replace(content=b"other")
         assert cache.read_data(unknown) is None
-        for wrong in (data[:-1], torch.cat([data, data]), data[:0]):
-            with pytest.raises(ValueError, match="bytes, not"):
+        for wrong in (data[:-1], torch.cat([data, data]), data[:0], data.view(1, -1), data.view(torch.int8)):
+            with pytest.raises(ValueError, match="bytes of data"):
                 cache.write_data(unknown, wrong)
-        with pytest.raises(ValueError, match="bytes, not"):
-            cache.write_data(unknown._replace(group=99), data)
+        for wrong_hash in (unknown._replace(group=99), unknown._replace(group=-1), unknown._replace(depth=-1)):
+            assert cache.read_data(wrong_hash) is None
+            with pytest.raises(ValueError, match="there are no blocks of group"):
+                cache.write_data(wrong_hash, data)
         held = world.memory.held_bytes
         world.memory.set_share(NAME, floor=0, limit=held)
         assert not cache.write_data(unknown, data), "there is no memory for it"
@@ -105,3 +107,24 @@ def test_a_block_that_is_being_computed_cannot_be_read() -> None:
     read_rows(reading, [40])
     hashes: list[BlockHash] = list(cache.list_data())
     assert {each.depth for each in hashes} == {0}  # of two blocks of 32 tokens
+
+
+def test_a_hash_that_is_its_own_parent_ends_in_no_circle() -> None:
+    world, cache = make("paged", list(MODEL))
+    assert isinstance(cache, BlockData)
+    assert isinstance(cache, PrefixListing)
+    reading = world.open(NAME, random_text(1, LENGTH, MODEL))
+    read_rows(reading, [100])
+    known = next(each for each in cache.list_data() if each.group == 0)
+    data = cache.read_data(known)
+    assert data is not None
+    circle = [b"a" * 32, b"b" * 32]
+    hashes = [known._replace(content=circle[i], parent=circle[1 - i], depth=1 + i) for i in range(2)]
+    hashes.append(known._replace(content=b"c" * 32, parent=b"c" * 32))
+    for each in hashes:
+        assert cache.write_data(each, data)
+    listed, _ = cache.list_prefixes(100)
+    for each in hashes:
+        cache.drop_prefix(each.prefix_id)
+    assert len(listed) >= 2
+    world.check_integrity()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -110,10 +112,13 @@ class Pair:
             start = sequence.length
             ids = reading.tokens[start : start + wanted + right]
             ids = [*ids, *[max(reading.tokens) + 1] * wrong][: count_until_stop(sequence, 1 << 30)]
+            num_drafts = max(0, len(ids) - len(reading.tokens[start : start + wanted]))
             if sequence.room < start + len(ids) and not sequence.reserve(len(ids)):
                 continue
             right_ones = min(len(ids), len(reading.tokens[start : start + wanted + right]))
-            located.append((reading, RowInput(find_instance(self.cache), sequence, start, ids, 0), right_ones))
+            located.append(
+                (reading, RowInput(find_instance(self.cache), sequence, start, ids, 0, num_drafts), right_ones)
+            )
         if not located:
             return False
         batch = Batch([row for _, row, _ in located])
@@ -121,7 +126,7 @@ class Pair:
         (part,) = batch.slices
         assert part.states is not None
         computed = toy_states.run(part.states, batch.input_ids)
-        for reading, (_, _, start, ids, _), _ in in_order:
+        for reading, (_, _, start, ids, *_), _ in in_order:
             for end, found in enumerate(next(computed), start):
                 expected = toy_states.expect([*reading.tokens[:start], *ids][:end])
                 same = [torch.equal(*each) for each in zip(found, expected, strict=True)]
@@ -243,16 +248,16 @@ def test_a_strategy_that_finds_no_tokens_keeps_no_checkpoint() -> None:
     assert pair.compute_again(TOKENS) == 100
 
 
-def test_tokens_before_rejected_drafts_are_computed_again() -> None:
+def test_accepted_drafts_are_computed_again_if_others_were_rejected() -> None:
     pair = Pair(PAGED, 1000)
     reading = pair.open(TOKENS)
     assert reading is not None
     assert pair.step([(reading, 50)])
     assert pair.step([(reading, 1)], [(2, 2)])
-    assert reading.sequence.length == 50, "there are no states behind the accepted drafts"
+    assert reading.sequence.length == 51, "the states before the drafts are kept, and none behind them"
     assert pair.step([(reading, 3)])
     assert pair.step([(reading, 1)], [(3, 0)])
-    assert reading.sequence.length == 57, "a draft that is accepted as a whole is committed"
+    assert reading.sequence.length == 58, "a draft that is accepted as a whole is committed"
 
 
 def test_drafts_are_committed_up_to_a_checkpoint_in_their_row() -> None:
@@ -344,6 +349,116 @@ def test_a_text_is_refused_if_there_is_no_slot_for_it() -> None:
         assert memory.get_held_bytes(NAME) == held
 
 
+def test_reserving_before_asking_whether_it_is_ready_changes_nothing() -> None:
+    pair = Pair(PAGED, 20)
+    pair.read(TOKENS).sequence.close()
+    pair.cache.strategy.evict(1 << 30)
+    first, second = pair.open(TOKENS), pair.open(TOKENS)
+    assert first is not None
+    assert second is not None
+    assert pair.step([(first, 50)])
+    first.sequence.close()
+    second.sequence.reserve(4)
+    assert second.sequence.ready()
+    assert pair.step([(second, 30)])
+
+
+def test_states_of_a_text_that_depends_on_its_rows_are_not_found() -> None:
+    quest = StrategySettings(kind="quest", block_size=4, budget=24)
+    pair = Pair(quest, 4, layers=[LayerSpec(1, 1, 8, 8)])
+    pair.read(TOKENS).sequence.close()
+    assert pair.states_region.num_held == 0
+
+
+def test_states_of_a_prefix_that_may_be_nan_are_not_found_by_its_readers() -> None:
+    pair = Pair(PAGED, 1000)
+    pair.read(TOKENS).sequence.close()
+    reader = pair.open(TOKENS)
+    assert reader is not None
+    assert reader.sequence.length == 96
+    reader.sequence.spoiled = True
+    reader.sequence.close()
+    assert pair.states_region.num_held == 0
+
+
+def test_the_end_of_a_text_is_evicted_before_its_beginning() -> None:
+    pair = Pair(PAGED, 4, layers=[LayerSpec(1, 1, 8, 8)])
+    pair.read(TOKENS).sequence.close()
+    pair.cache.evict(pair.cache.idle_bytes // 2)
+    assert pair.compute_again(TOKENS) < 70, "what is left of keys and of checkpoints is the same prefix"
+
+
+def test_a_refused_text_evicts_no_keys() -> None:
+    pair = Pair(PAGED, 1000, layers=[LayerSpec(1, 1, 8, 8)])
+    pair.read(TOKENS).sequence.close()
+    running = pair.read([*range(300, 350)])
+    idle = pair.cache.strategy.idle_bytes
+    while pair.cache.slots.evict_one():
+        pass
+    held = pair.memory.get_held_bytes(NAME)
+    pair.memory.set_share(NAME, floor=0, limit=held - idle + pair.states_region.size - 1)
+    assert pair.open([*range(400, 430)]) is None
+    running.sequence.close()
+
+
+def test_a_row_that_is_not_located_again_holds_no_slots_for_checkpoints() -> None:
+    pair = Pair(PAGED, 4)
+    first, second = pair.open(TOKENS), pair.open([*range(200, 300)])
+    assert first is not None
+    assert second is not None
+    assert pair.step([(first, 50)], fails=True)
+    assert pair.step([(second, 1)])
+    assert pair.states_region.num_held == 2, "one slot of each text"
+
+
+@pytest.mark.parametrize("fault", ["truncates nothing", "no sequence", "no length", "twice", "forks nonsense"])
+def test_a_strategy_at_fault_leaves_nothing_behind(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(PAGED, 20)
+    pair.read(TOKENS).sequence.close()
+    pair.cache.slots.clear(EVERYTHING)
+    parent = pair.read([7] * 10)
+    held = pair.states_region.num_held
+    strategy = pair.cache.strategy
+    right = strategy.open
+
+    def open_wrongly(text: Text) -> Any:
+        if fault == "no sequence":
+            return SimpleNamespace(length=0)
+        if fault == "twice":
+            return next(iter(pair.cache.sequences)).keys
+        opened: Any = right(text)
+        if fault == "no length":
+            opened.length = "x"
+        elif fault == "truncates nothing":
+            opened.truncate = lambda length: None
+        else:
+            opened.fork = lambda: "nonsense"
+        return opened
+
+    with monkeypatch.context() as patch:
+        patch.setattr(strategy, "open", open_wrongly)
+        if fault == "forks nonsense":
+            reading = pair.open(TOKENS)
+            assert reading is not None
+            with pytest.raises(TypeError, match="not a KVSequence"):
+                reading.sequence.fork()
+            reading.sequence.close()
+        else:
+            with pytest.raises((TypeError, ValueError)):
+                pair.open(TOKENS)
+    assert pair.states_region.num_held == held
+    assert list(pair.cache.sequences) == [parent.sequence]
+
+
+def test_what_a_strategy_says_of_eviction_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(PAGED, 20)
+    pair.read(TOKENS).sequence.close()
+    right = pair.cache.strategy.evict
+    monkeypatch.setattr(pair.cache.strategy, "evict", lambda num_bytes: right(num_bytes) and 1 << 40)
+    pair.cache.evict(1 << 30)
+    assert pair.memory.get_held_bytes(NAME) == 0
+
+
 def test_states_that_may_be_nan_are_not_found() -> None:
     pair = Pair(PAGED, 8)
     reading = pair.read(TOKENS)
@@ -378,7 +493,7 @@ def test_a_text_goes_on_in_another_cache_with_checkpoints_that_were_read_as_byte
     for name in first.cache.list_data():
         data = first.cache.read_data(name)
         assert data is not None
-        with pytest.raises(ValueError, match="bytes, not"):
+        with pytest.raises(ValueError, match="bytes of data"):
             second.cache.write_data(name, data[:-1])
         assert second.cache.write_data(name, data)
         assert not second.cache.write_data(name, data), "it is there already"
