@@ -186,6 +186,7 @@ class StateSequence(KVSequence):
         return child
 
     def close(self) -> None:
+        self.drop_kept()
         for slot in self.list_slots():
             self._slots.release(slot)
         self._cache.sequences.remove(self)

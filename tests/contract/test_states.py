@@ -180,7 +180,7 @@ def test_states_are_those_of_the_text_in_any_history(name: str) -> None:
             drafts = [(rng.randint(0, 3), rng.randint(0, 2)) if rng.random() < 0.3 else (0, 0) for _ in rows]
             if not pair.step(rows, drafts, fails=kind == "fail") and opened:
                 opened.pop(rng.randrange(len(opened))).sequence.close()  # as if it was preempted
-            elif kind == "fail":
+            elif kind == "fail" and rng.random() < 0.6:
                 for row in rows:
                     pair.step([row])
         elif kind == "fork" and opened and len(opened) < 6:
@@ -409,6 +409,16 @@ def test_a_row_that_is_not_located_again_holds_no_slots_for_checkpoints() -> Non
     assert pair.step([(first, 50)], fails=True)
     assert pair.step([(second, 1)])
     assert pair.states_region.num_held == 2, "one slot of each text"
+
+
+def test_a_text_may_end_after_a_step_that_failed() -> None:
+    pair = Pair(PAGED, 4)
+    first, second = pair.open(TOKENS), pair.open([*range(200, 300)])
+    assert first is not None
+    assert second is not None
+    assert pair.step([(first, 50)], fails=True)
+    first.sequence.close()
+    assert pair.step([(second, 50)])
 
 
 @pytest.mark.parametrize("fault", ["truncates nothing", "no sequence", "no length", "twice", "forks nonsense"])
