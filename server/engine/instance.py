@@ -395,12 +395,15 @@ class Instance:
         """Return the memory by use: as the strategy reports it, or as far as the engine knows."""
         held, idle = self.memory.get_held_bytes(self.name), self.idle_bytes
         known = CacheUsage(self.num_open, sum(self._read_lengths()), held, held - idle, idle, 0, self.limit_bytes)
-        if not isinstance(self.strategy, Reporting):
+        strategy, states = self.strategy, self.states
+        if not isinstance(strategy, Reporting):
             return known
-        usage = self.report("usage", CacheUsage | None, None)
-        if usage is None:
-            return known
-        return usage if self.states is None else self.states.add_usage(usage)
+
+        def read() -> CacheUsage:
+            usage: CacheUsage = to_plain(strategy.usage(), CacheUsage)
+            return usage if states is None else states.add_usage(usage)
+
+        return self._attempt("usage", read, known)
 
     def _read_lengths(self) -> list[int]:
         """Return the lengths of all open sequences; none after a fault."""
@@ -472,11 +475,10 @@ class Instance:
 
     def describe_block(self, region: Region, block: int) -> BlockInfo | None:
         """Return what the strategy knows about one of its blocks, if anything."""
-        if not isinstance(self._find_user(region), BlockDescribing):
+        user = self._find_user(region)
+        if not isinstance(user, BlockDescribing):
             return None
-        info: BlockInfo | None = self.report(
-            "describe_block", BlockInfo | None, None, region, block, target=self._find_user(region)
-        )
+        info: BlockInfo | None = self.report("describe_block", BlockInfo | None, None, region, block, target=user)
         return info
 
     def _find_user(self, region: Region) -> object:
