@@ -167,7 +167,8 @@ class LLM:
 
         Raises the errors of `generate`; then none of the texts goes on.
         """
-        params = _Parameters(max_tokens, kv_cache, structured_outputs, logprobs, prompt_logprobs, sampling)
+        options, grammar = _check_sampling(sampling), self._make_grammar(structured_outputs)
+        params = _Parameters(max_tokens, kv_cache, grammar, logprobs, prompt_logprobs, options)
         groups: list[list[TokenStream]] = []
         try:
             for prompt in prompts:
@@ -193,7 +194,8 @@ class LLM:
         `next()` computes steps until there is a token; open streams share them. Memory is allocated with the first step
         and freed when the text has ended, or the iterator is closed or dropped. Raises the errors of `generate`.
         """
-        params = _Parameters(max_tokens, kv_cache, structured_outputs, logprobs, None, sampling)
+        options, grammar = _check_sampling(sampling), self._make_grammar(structured_outputs)
+        params = _Parameters(max_tokens, kv_cache, grammar, logprobs, None, options)
         [stream] = self._start(prompt, 1, params)
         return stream
 
@@ -213,12 +215,10 @@ class LLM:
             raise ValueError(f"prompt: {error}") from None
         if operator.index(n) < 1:
             raise ValueError(f"n is {n}: ask for at least one text")
-        options = _check_sampling(params.sampling)
-        drawing = options.to_sampling(
+        drawing = params.options.to_sampling(
             operator.index(params.max_tokens), logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs
         )
         self._check(ids, drawing)
-        grammar = self._make_grammar(params.structured_outputs)
         streams: list[TokenStream] = []
         head = f"{next(self._numbers)}"
         for choice in range(n):
@@ -230,9 +230,9 @@ class LLM:
                 kv_cache=params.kv_cache,
                 sibling_of=f"{head}-0" if choice else None,
                 rollouts=False,
-                grammar=grammar,
+                grammar=params.grammar,
             )
-            text = self._texts[name] = _Text(ids, options, drawing.for_choice(choice), self._encoder.vocabulary)
+            text = self._texts[name] = _Text(ids, params.options, drawing.for_choice(choice), self._encoder.vocabulary)
             streams.append(TokenStream(self, name, text))
             refused = self.engine.core.submit(WORKER, submit)
             if refused is not None:
@@ -352,10 +352,10 @@ class _Parameters(NamedTuple):
 
     max_tokens: int
     kv_cache: str | None
-    structured_outputs: Mapping[str, Any] | None
+    grammar: str | None  # what each text has to be
     logprobs: int | None
     prompt_logprobs: int | None
-    sampling: SamplingOptions
+    options: SamplingRequest
 
 
 class _Text:

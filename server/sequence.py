@@ -9,7 +9,7 @@ import torch
 
 from server.engine.batch import Batch, RowInput
 from server.engine.instance import Instance
-from server.engine.scheduling.scheduler import has_room, limit_row
+from server.engine.scheduling.scheduler import has_room
 
 _NO_TOKEN_ID = -1  # stands for the id of a token of which only the embedding is given: its block is not shared
 POLL_INTERVAL = 0.001  # seconds between two polls of a sequence that is not ready
@@ -40,11 +40,6 @@ class CachedSequence:
         with self._instance.guard["locate"]:
             return self.length - self._sequence.shift
 
-    def limit_row(self, num_tokens: int) -> int:
-        """Return how many of `num_tokens` tokens the next batch may have."""
-        with self._instance.guard["schedule"]:
-            return limit_row(self._sequence, self.length, num_tokens)
-
     def begin(self, num_tokens: int) -> Batch:
         """Allocate memory for the next tokens and return their batch, which is their `Attention`.
 
@@ -73,10 +68,6 @@ class CachedSequence:
         for error in batch.commit().values():
             raise error
         self.length += self._num_located
-
-    def discard(self) -> None:
-        """Remove this sequence's blocks from the prefix cache, as their values may be NaN; close() must follow."""
-        self._instance.mark_spoiled(self._sequence)
 
     def close(self) -> None:
         self._instance.close(self._sequence)

@@ -39,7 +39,7 @@ class Model(Protocol):
 
     @property
     def state_specs(self) -> Sequence[StateSpec]:
-        """What each layer with recurrent states keeps of a text, from first to last; empty if there is none."""
+        """Return what each layer with recurrent states keeps of a text, from first to last; empty if there is none."""
         ...
 
     @property
