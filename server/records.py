@@ -177,6 +177,9 @@ class RequestRecord(msgspec.Struct, frozen=True):
     routing: Routing | None = None  # None: there is one replica, or it is not known yet; the API's process adds it
 
 
+REPORT_CONFIDENCE = 0.95  # of the intervals that users see
+
+
 class RequestFidelity(msgspec.Struct, frozen=True):
     """How far a candidate instance was from the served one, over the output tokens of a request that ran under both.
 

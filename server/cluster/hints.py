@@ -51,7 +51,7 @@ class HintMaker:
         fields: dict[str, Any] = {"num_tokens": len(submit.prompt), "max_tokens": submit.sampling.max_tokens}
         fields |= {"conversation": submit.conversation, "avoid": list(avoid)}
         try:
-            instance, _ = self._selector.choose(submit, kv_usage=0.0)
+            instance = self._selector.choose_before_rollouts(submit, kv_usage=0.0).instance
         except RequestError:  # any replica can refuse it
             return RequestHint(fields)
         fields["instance"] = instance

@@ -1,6 +1,6 @@
-"""Runs operators' commands on a running engine: on a cache, a prefix, a share of the memory, or a roll-out.
+"""Runs operators' commands on a running engine: on a cache, a prefix, or a share of the memory.
 
-Knows the core, roll-outs and the optional protocols of a cache; neither sockets nor HTTP.
+Knows the core and the optional protocols of a cache; neither sockets nor HTTP.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from server.engine.ipc.messages import (
     Abort,
     Clear,
     Command,
-    ControlRollout,
     DescribeBlock,
     DropPrefix,
     Failed,
@@ -31,7 +30,6 @@ from server.engine.ipc.messages import (
     PinCachedPrefix,
     PinPrefix,
     Share,
-    StartRollout,
     Unpin,
 )
 from server.engine.live.blocks import describe_block
@@ -55,10 +53,6 @@ def run_command(engine: Engine, command: Command) -> dict[str, Any]:
     """
     core = engine.core
     match command:
-        case StartRollout(name, settings, by):
-            return engine.rollouts.start(name, settings, by)
-        case ControlRollout(name, action, by):
-            return engine.rollouts.control(name, action, by)
         case Abort(worker, request_id):
             return _abort(core, worker, request_id)
         case DescribeBlock(name, region, block):

@@ -47,8 +47,7 @@ from server.engine.isolation.fallbacks import Fallbacks
 from server.engine.isolation.isolation import Isolation
 from server.engine.model_runner import ModelRunner
 from server.engine.request_factory import RequestFactory
-from server.engine.rollouts.rollouts import Rollouts
-from server.engine.rollouts.store import RolloutStore, choose_rollouts_file
+from server.engine.rollout_link import RolloutLink
 from server.engine.sampling.logprobs import MAX_STEP_LOGITS
 from server.engine.sampling.sampler import Sampler
 from server.engine.scheduling.scheduler import Limits, Scheduler
@@ -76,7 +75,7 @@ class Engine:
     model_dir: Path
     core: Core
     shadows: Shadows
-    rollouts: Rollouts
+    rollouts: RolloutLink
     grammars: GrammarCompiler
     instances: Sequence[DeclaredInstance]
     device: Device
@@ -141,13 +140,12 @@ def build_engine(
         disabled=disabled,
         fallbacks=settings.fallbacks,
     )
-    store = RolloutStore(choose_rollouts_file(settings.rollouts_file, directory, settings.host, settings.port))
-    rollouts = Rollouts(settings, store)  # in memory only, until Rollouts.restore opens the file with their state
+    rollouts = RolloutLink(selector, isolation.usable)
     grammars = GrammarCompiler(partial(load_vocabulary, directory), model.info.vocab_size)
     scheduler = Scheduler(limits)
     shadows, fallbacks = Shadows(scheduler), Fallbacks(isolation, scheduler)
     scheduler.release_spare = shadows.release_one
-    factory = RequestFactory(selector, isolation, fallbacks, rollouts, memory, scheduler, model.info.eos_ids, grammars)
+    factory = RequestFactory(selector, isolation, fallbacks, memory, scheduler, model.info.eos_ids, grammars)
     runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample), tracer)
     waiting = WaitingForGrammars(grammars, limits.max_queued_requests)
     core = Core(runner, isolation, memory, scheduler, factory, [waiting, shadows, fallbacks, rollouts, *extensions])

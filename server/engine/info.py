@@ -213,7 +213,7 @@ def read_engine_state(engine: Engine, processes: Mapping[Role, int]) -> EngineSt
         device_memory=device_memory(core.model.device),
         process_memory=processes,
         rollouts=engine.rollouts.states,
-        shadow_pairs=engine.rollouts.compared_pairs,
+        shadow_pairs=engine.rollouts.pairs,
     )
 
 

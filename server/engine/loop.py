@@ -28,13 +28,18 @@ from server.engine.ipc.messages import (
     Answer,
     Cancel,
     Command,
+    ControlRollout,
     Failed,
     FromEngine,
     Observed,
     Profile,
     Query,
+    QueryPayload,
     Question,
     ReadingCommand,
+    RolloutAnswer,
+    SetSplits,
+    StartRollout,
     Submit,
     ToEngine,
     get_answer_ttl,
@@ -51,6 +56,8 @@ from server.records import ConstraintName, ConstraintRefusal, EngineInfo, Engine
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5  # maximum seconds that an idle engine waits for a message before it checks whether to stop
+CONTROLLER_SECONDS = 5.0  # most seconds that an engine waits for the controller of roll-outs before it serves
+CONTROLLER_PAUSE = 0.1  # seconds between two looks whether to stop meanwhile
 STALLED_SECONDS = 0.001  # seconds of pause after a step in which no running request could be scheduled
 
 
@@ -109,9 +116,10 @@ class Loop:
         self._answers: dict[Question, Answer] = {}
         self._profiler = Profiler(engine.core.tracer, engine.device.tensors, summarize_engine(engine))
         self._stopping = False
-        engine.rollouts.restore()
 
     def run(self) -> None:
+        for message in self._wait_for_splits():
+            self._send(self._handle(*message))
         pause = IDLE_SECONDS
         while not self._stopping:
             self._beat()
@@ -128,11 +136,26 @@ class Loop:
                 self._send([Event(*profiled)])
             computed = result.report.rows or result.report.shadow_tokens
             pause = 0.0 if computed else STALLED_SECONDS if self._core.busy else IDLE_SECONDS
-        self._engine.rollouts.close()
 
     def stop(self) -> None:
         """Make run() return after the current iteration."""
         self._stopping = True
+
+    def _wait_for_splits(self) -> list[tuple[int, ToEngine | WorkerDisconnected]]:
+        """Wait until the controller of roll-outs, if there is one, has said how to divide requests.
+
+        Return the messages that came meanwhile. If it says nothing for CONTROLLER_SECONDS, no request is divided yet.
+        """
+        early: list[tuple[int, ToEngine | WorkerDisconnected]] = []
+        deadline = monotonic() + CONTROLLER_SECONDS
+        while self._engine.rollouts.is_expected and monotonic() < deadline and not self._stopping:
+            self._beat()
+            for worker, message in self._receive_messages(CONTROLLER_PAUSE):
+                if isinstance(message, SetSplits):
+                    self._send(self._handle(worker, message))
+                    return early
+                early.append((worker, message))
+        return early
 
     def _receive_messages(self, pause: float) -> Iterator[tuple[int, ToEngine | WorkerDisconnected]]:
         """Yield the received messages, each with its API worker; wait up to `pause` seconds for the first one."""
@@ -150,19 +173,34 @@ class Loop:
                 return [rejection] if rejection else []
             case Cancel(request_id, outcome):
                 self._core.cancel(worker, request_id, outcome)
-            case Query(query_id, payload) if not isinstance(payload, Profile):
-                return [Event(worker, self._answer(query_id, payload))]
-            case Query(query_id, Profile() as profile):
-                busy = self._profiler.begin(worker, query_id, profile)
-                return [Event(worker, busy)] if busy else []
+            case SetSplits():
+                return self._engine.rollouts.set_splits(worker, message)
+            case RolloutAnswer():
+                return [self._engine.rollouts.answer(message)]
+            case Query(query_id, payload):
+                return self._handle_query(worker, query_id, payload)
             case Observed(responses, memory, constraints, refusals):
                 self._observer.observe_responses(responses)
                 self._observer.observe_constraints(constraints, refusals)
                 self._processes.set_worker_memory(worker, memory)
             case WorkerDisconnected():
                 self._core.cancel_worker(worker)
+                self._engine.rollouts.forget(worker)
                 self._processes.remove_worker(worker)
         return []
+
+    def _handle_query(self, worker: int, query_id: int, payload: QueryPayload) -> Sequence[Event]:
+        match payload:
+            case Profile():
+                busy = self._profiler.begin(worker, query_id, payload)
+                return [Event(worker, busy)] if busy else []
+            case "rollouts" | "fidelity" | StartRollout() | ControlRollout():
+                try:
+                    event = self._engine.rollouts.ask(worker, query_id, payload)
+                except RequestError as error:
+                    event = Event(worker, Answer(query_id, b"", error.to_message(), monotonic()))
+                return [] if event is None else [event]
+        return [Event(worker, self._answer(query_id, payload))]
 
     def _answer(self, query_id: int, payload: Question | Command) -> Answer:
         """Return the answer to a question or command. Answers to questions are reused until they expire."""
@@ -194,10 +232,6 @@ class Loop:
                 return msgspec.json.encode({"object": "list"} | body)
             case "settings":
                 return msgspec.json.encode(self._info.settings)
-            case "rollouts":
-                return msgspec.json.encode(self._engine.rollouts.describe())
-            case "fidelity":
-                return msgspec.json.encode(self._engine.rollouts.describe_fidelity())
             case "live":
                 totals = self._observer.describe_totals()
                 return msgspec.json.encode(describe_live(self._engine) | {"totals": totals})

@@ -1,6 +1,6 @@
-"""Makes the request of a message: chooses its strategy instance, a fallback and a shadow of it, sets up drafts.
+"""Makes the request of a message: has its strategy instance chosen, sets up its shadow, drafts and grammar.
 
-Knows the rules of the choice, roll-outs and the state of instances; neither the queue nor what becomes of a request.
+Knows the state of instances; neither the queue nor what becomes of a request.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from server.engine.grammar.compiler import CompilationFailed, GrammarCompiler
 from server.engine.grammar.state import GrammarState
 from server.engine.instance import Instance
 from server.engine.ipc.messages import Submit
-from server.engine.isolation.fallbacks import Fallbacks, set_fallback_of
+from server.engine.isolation.fallbacks import Fallbacks
 from server.engine.isolation.isolation import Isolation
-from server.engine.rollouts.rollouts import Rollouts, find_conversation
 from server.engine.sampling.ngram_proposer import NgramProposer
 from server.engine.sampling.thinking import ThinkingLimiter
 from server.engine.scheduling.request import PlannedShadow, Request, RequestError
 from server.engine.scheduling.scheduler import Scheduler
-from server.engine.scheduling.selection import Selector
+from server.engine.scheduling.selection import Selector, find_conversation
 from server.text.errors import GrammarError
 
 # The requests of an engine that have not ended, by API worker and the id that it gave the request
@@ -36,7 +35,6 @@ class RequestFactory:
         selector: Selector,
         isolation: Isolation,
         fallbacks: Fallbacks,
-        rollouts: Rollouts,
         memory: Memory,
         scheduler: Scheduler,
         eos_ids: Collection[int],
@@ -46,7 +44,6 @@ class RequestFactory:
         self._selector = selector
         self._isolation = isolation
         self._fallbacks = fallbacks
-        self._rollouts = rollouts
         self._memory = memory
         self._scheduler = scheduler
         self._eos_ids = eos_ids
@@ -58,14 +55,8 @@ class RequestFactory:
         Its grammar, if it has one, is compiled.
         `requests` are those that have not ended, among which are the other choices (n > 1) of its prompt.
         """
-        by_rule, reason = self._selector.choose(message, self._memory.usage)
-        size = len(message.prompt), message.sampling.max_tokens
-        choice = self._rollouts.choose(
-            by_rule, reason, message, self._isolation.usable, lambda name: self._fallbacks.has_room(name, *size)
-        )
-        chosen = choice.instance
-        name = self._fallbacks.choose(chosen, *size)
-        instance = self._isolation.instances[name]
+        choice = self._selector.choose(message, self._memory.usage, self._fallbacks)
+        instance = self._isolation.instances[choice.instance]
         speculation = self._scheduler.limits.resolve_speculation(message.speculation)
         request = Request(
             (worker, message.request_id),
@@ -81,9 +72,8 @@ class RequestFactory:
             rollout=choice.rollout,
             conversation=find_conversation(message) if choice.is_counted else None,
             siblings=_find_siblings(worker, message, instance, requests),
+            fallback_of=choice.fallback_of,
         )
-        if name != chosen:
-            set_fallback_of(request, chosen)
         request.check_allowed_tokens(self._eos_ids)
         if message.sampling.thinking is not None:
             request.thinking = ThinkingLimiter(message.sampling.thinking)
@@ -96,7 +86,7 @@ class RequestFactory:
         if message.reference is not None:
             reference = self._selector.check_name(message.reference, "kv_cache_reference", "kv_cache_reference")
             request.planned_shadow = PlannedShadow(self._find_shadow(reference), is_reference=True)
-        elif choice.shadow is not None and name == chosen:
+        elif choice.shadow is not None:
             request.planned_shadow = PlannedShadow(self._find_shadow(choice.shadow), choice.rollout)
         return request
 

@@ -30,6 +30,8 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
     except SettingsError as error:
         status.send({"error": str(error)})
         return
+    engine.rollouts.is_expected = status.has_rollouts
+    engine.rollouts.start_controller = lambda: status.send({"needs": "rollouts"})
     with capture, EngineServer(socket_path, make_hello(engine)) as server:
         loop = Loop(engine, server, Metrics, restarts, status.beat, capture.count_step)
         signal.signal(STOP_SIGNAL, lambda *_: loop.stop())

@@ -186,7 +186,10 @@ class StrategyCalls:
 
 
 class EngineStatus:
-    """An engine's means to tell its supervisor {"ready": summary} or {"error": message}, and to send heartbeats."""
+    """An engine's means to tell its supervisor {"ready": summary} or {"error": message}, and to send heartbeats.
+
+    {"needs": "rollouts"} asks for the controller of roll-outs.
+    """
 
     def __init__(
         self,
@@ -194,12 +197,18 @@ class EngineStatus:
         heartbeat: Heartbeat,
         calls: StrategyCalls | None = None,
         disabled: Mapping[str, str] | None = None,
+        *,
+        has_rollouts: bool = False,
     ) -> None:
-        """`disabled`: strategy instances that the engine must not use, with the reasons."""
+        """`disabled`: strategy instances that the engine must not use, with the reasons.
+
+        `has_rollouts`: whether there is a controller of roll-outs, which tells the engine how to divide requests.
+        """
         self._pipe = pipe
         self._heartbeat = heartbeat
         self.calls = calls
         self.disabled = dict(disabled or {})
+        self.has_rollouts = has_rollouts
 
     def send(self, message: dict[str, Any]) -> None:
         self._pipe.send(message)

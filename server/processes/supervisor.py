@@ -43,6 +43,7 @@ from server.processes.heartbeat import (
 )
 from server.processes.runtime_directory import runtime_directory
 from server.processes.served_files import ServedFiles
+from server.rollouts.start import needs_controller
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Targets:
 
     engine: str = "server.processes.engine:run"  # called with (settings, socket_path, status, restarts)
     worker: str = "server.api.worker:serve_worker"  # called with (settings, socket_path, listening_socket, handles)
+    rollouts: str = "server.rollouts.process:run"  # called with (settings, socket_path, heartbeat)
 
 
 class Supervisor:
@@ -100,6 +102,7 @@ class Supervisor:
         self._engine = Child("engine", self._start_engine, timing)
         num_workers = 0 if listener is None else settings.workers
         self._workers = [Child(f"worker-{i}", self._start_worker, timing) for i in range(num_workers)]
+        self._rollouts = [self._make_controller()] if needs_controller(settings) else []
 
     def run(self) -> int:
         """Run all processes until it is time to stop; return the exit code. Call it in the main thread, for signals."""
@@ -117,7 +120,11 @@ class Supervisor:
                     child.kill()
 
     def _children(self) -> list[Child]:
-        return [self._engine, *self._workers]
+        return [self._engine, *self._workers, *self._rollouts]
+
+    def _make_controller(self) -> Child:
+        """Return the controller of roll-outs, which runs if there are some from the start, or once the engine asks."""
+        return Child("rollouts", self._start_rollouts, self._timing)
 
     # ------------------------------------------------------------ starting
     def _start_engine(self, name: str) -> tuple[BaseProcess, Watchdog]:
@@ -131,7 +138,7 @@ class Supervisor:
             threading.Thread(target=self._files.read_ahead, name="read-ahead", daemon=True).start()
         with theirs:
             self._calls = StrategyCalls(self._context, list(self._settings.strategies))
-            status = EngineStatus(theirs, heartbeat, self._calls, self._disabled)
+            status = EngineStatus(theirs, heartbeat, self._calls, self._disabled, has_rollouts=bool(self._rollouts))
             process = self._spawn(name, self._targets.engine, heartbeat, status, self._num_engine_starts)
         self._num_engine_starts += 1
         return process, Watchdog(heartbeat, self._check_interval)
@@ -141,6 +148,12 @@ class Supervisor:
         ties = WorkerHandles(heartbeat, self._recovery, self._metrics_listener)
         process = self._spawn(name, self._targets.worker, heartbeat, self._listener, ties)
         return process, Watchdog(heartbeat, self._check_interval)
+
+    def _start_rollouts(self, name: str) -> tuple[BaseProcess, Watchdog]:
+        heartbeat = Heartbeat(self._context)
+        return self._spawn(name, self._targets.rollouts, heartbeat, heartbeat), Watchdog(
+            heartbeat, self._check_interval
+        )
 
     def _spawn(self, name: str, target: str, heartbeat: Heartbeat, *rest: object) -> BaseProcess:
         args = (target, self._settings, self.socket_path, heartbeat, *rest)
@@ -229,6 +242,10 @@ class Supervisor:
             return
         if "ready" in message:
             self._on_ready(message["ready"])
+        elif "needs" in message:
+            if not self._rollouts:
+                self._rollouts = [self._make_controller()]
+                self._restart(self._rollouts[0])
         elif self._serving:
             log.error("the engine cannot restart: %s", message["error"])
         else:
@@ -261,14 +278,22 @@ class Supervisor:
 
     # ------------------------------------------------------------ stopping
     def _stop(self, outcome: int) -> int:
-        """Stop the workers, then the engine, which the workers' requests need until then; return the exit code."""
+        """Stop the workers, then the engine, which the workers' requests need until then; return the exit code.
+
+        The controller of roll-outs ends last, as it counts the last requests.
+        """
         for listener in (self._listener, self._metrics_listener):
             if listener is not None:
                 listener.close()
         if outcome == STOPPED:
             log.info("stopping, once running requests have finished; Ctrl-C again stops at once")
         worker_grace = self._settings.drain_seconds + self._timing.worker_margin
-        for group, grace in ((self._workers, worker_grace), ([self._engine], self._timing.engine_grace)):
+        engine_grace = self._timing.engine_grace
+        for group, grace in (
+            (self._workers, worker_grace),
+            ([self._engine], engine_grace),
+            (self._rollouts, engine_grace),
+        ):
             for child in group:
                 child.request_stop()
             if not self._wait_for_exit(group, grace):

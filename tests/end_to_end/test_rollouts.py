@@ -172,6 +172,41 @@ def test_a_good_candidate_reaches_all_requests_although_the_server_is_killed(
     assert stopped < since
 
 
+@pytest.mark.parametrize("file", ["kept", "off"])
+def test_roll_outs_go_on_whichever_process_is_killed(tmp_path: Path, file: str) -> None:
+    path = tmp_path / "rollouts.json" if file == "kept" else "off"
+    config = tmp_path / "kvmux.toml"
+    config.write_text(f'rollouts_file = "{path}"\n{SETTINGS}')
+    rollout = {"from": "paged", "to": "int8", "canary": ["100%"], "hold": "1h", "guard": GUARD}
+    with serving("--config", str(config)) as server:
+        assert server.get("/v1/rollouts").json()["data"] == []
+        assert find_child(server, "rollouts") is None, "nobody needs it yet"
+        command(server, "/v1/rollouts", name="good", **rollout)
+        before = command(server, "/v1/rollouts/good/advance")
+        assert server.complete(prompt="x", max_tokens=2).json()["kv_cache"]["reason"] == "rollout good: canary"
+        # Without a file, the controller's own end would end its roll-outs
+        for name in ("engine", "worker-0", *(["rollouts"] if file == "kept" else [])):
+            child = find_child(server, name)
+            assert child is not None
+            child.kill()
+            child.wait(PATIENCE)
+            eventually(lambda name=name: find_child(server, name) is not None)
+            eventually(lambda: server.get("/ready").status_code == 200)
+            eventually(lambda: server.get("/v1/rollouts/good").status_code == 200)
+            assert show(server, "good")["history"] == before["history"], name
+            answer = server.complete(prompt="x", max_tokens=2).json()
+            assert answer["kv_cache"] == {"instance": "int8", "reason": "rollout good: canary", "cached_tokens": 0}, (
+                name
+            )
+        assert server.metric("kvmux_rollout_state", rollout="good", state="canary") == 1
+
+
+def find_child(server: Server, name: str) -> psutil.Process | None:
+    """Return the server's process of this name, if it runs."""
+    children = server.process.children()
+    return next((child for child in children if child.name() == f"kvmux-{name}"), None)
+
+
 def wait_for_later_requests(server: Server, name: str, served: list[Served]) -> None:
     """Wait until some requests were served that were asked a second after the roll-out's latest change."""
     since = show(server, name)["since"]

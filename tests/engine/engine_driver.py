@@ -137,8 +137,7 @@ class Driver:
         """
         names = (
             "kv_cache",
-            "header",
-            "alias",
+            "named_by",
             "priority",
             "explain",
             "reports_progress",

@@ -213,7 +213,7 @@ def test_admission_comes_with_the_first_row_and_every_token_on_its_own(tiny: Pat
 
 def test_a_record_tells_the_request_and_times_in_order(tiny: Path) -> None:
     driver = Driver(tiny)
-    driver.submit("r", random_prompt(25), 3, header="contiguous")
+    driver.submit("r", random_prompt(25), 3, kv_cache="contiguous", named_by="header")
     driver.run()
     (record,) = driver.records
     assert (record.instance, record.reason, record.outcome) == ("contiguous", "header", "length")

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -105,15 +105,15 @@ def make_job(
     many log-probabilities.
     """
     check_num_logprobs(sampling, prompts, choices)
+    name, named_by = find_named_instance(body, hints)
     key, caching, speculation = uuid.uuid4().hex, make_caching(body, hints.tenant), make_speculation(body)
     submits = [
         Submit(
             request_id=f"{key}-{p}-{choice}",
             prompt=prompt.ids,
             sampling=sampling.for_choice(choice),
-            kv_cache=body.kv_cache,
-            header=hints.header,
-            alias=hints.alias,
+            kv_cache=name,
+            named_by=named_by,
             priority=body.priority,
             caching=caching,
             explain=body.explain,
@@ -264,9 +264,18 @@ def resolve_max_tokens(requested: int | None, prompts: Sequence[PromptTokens], h
     return requested if requested is not None else max(1, hello.max_seq_len - max(len(each.ids) for each in prompts))
 
 
+def find_named_instance(
+    body: GenerationRequest, hints: StrategyHints
+) -> tuple[str | None, Literal["request", "header", "model"]]:
+    """Return the instance that a request names, and where: in its body, else in a header, else in the model's name."""
+    if body.kv_cache is not None:
+        return body.kv_cache, "request"
+    return (hints.header, "header") if hints.header is not None else (hints.alias, "model")
+
+
 def may_be_unbounded(hello: Hello, body: GenerationRequest, hints: StrategyHints) -> bool:
     """Return whether a request's text may become longer than the context; if it names no strategy, under any one."""
-    name = body.kv_cache or hints.header or hints.alias
+    name, _ = find_named_instance(body, hints)
     return any(each.unbounded for each in hello.strategies if name in (None, each.name))
 
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from time import monotonic
-from typing import Annotated
+from typing import Annotated, Literal
 
 import psutil
 from fastapi import APIRouter, Header, Response
@@ -87,7 +87,10 @@ class CachedAnswer:
     """Caches the engine's answer to one question until it expires; calls `before_query` before each query."""
 
     def __init__(
-        self, client: EngineClient, question: Question, before_query: Callable[[], None] = lambda: None
+        self,
+        client: EngineClient,
+        question: Question | Literal["rollouts", "fidelity"],
+        before_query: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
         self._question = question

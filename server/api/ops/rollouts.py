@@ -1,6 +1,6 @@
 """Roll-outs of a strategy instance over HTTP: list, start, pause, resume, advance and abort them; measured fidelity.
 
-The engine holds the roll-outs: it checks their settings, and answers with JSON of its own, which passes through.
+Their controller, which the engine asks, checks their settings, and answers with JSON of its own, which passes through.
 `AuthenticationMiddleware` in server/api/http/middleware.py checks keys and tokens. Knows neither stages nor guards.
 """
 
@@ -22,7 +22,7 @@ from server.api.http.json_route import StrictJsonRoute
 from server.api.http.middleware import FIDELITY_PATH, ROLLOUTS_PATH
 from server.api.ops.monitoring import CachedAnswer
 from server.engine.ipc.client import EngineClient
-from server.engine.ipc.messages import Command, ControlRollout, StartRollout
+from server.engine.ipc.messages import ControlRollout, StartRollout
 
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,100}$"
 OPERATOR_HASH_LENGTH = 8  # hexadecimal digits of the admin token's hash by which the log names an operator
@@ -37,7 +37,7 @@ def _check_bound(value: Any) -> Any:
     return value
 
 
-Bound = Annotated[float | str, BeforeValidator(_check_bound)]  # the engine checks what it is
+Bound = Annotated[float | str, BeforeValidator(_check_bound)]  # the controller checks what it is
 
 
 class GuardRequest(Body):
@@ -59,7 +59,7 @@ class GuardRequest(Body):
 
 
 class RolloutRequest(Body):
-    """Body of POST /v1/rollouts: a name, and the settings of a table [rollouts.NAME], which the engine checks."""
+    """Body of POST /v1/rollouts: a name, and the settings of a table [rollouts.NAME], which the controller checks."""
 
     name: str = Field(pattern=NAME_PATTERN, description="name of the roll-out: letters, digits, '-' and '_'")
     from_: str = Field(alias="from", description="instance that serves the requests now (the baseline)")
@@ -114,7 +114,7 @@ def command_router(client: EngineClient) -> APIRouter:
         responses=make_error_responses(400, 401, 403, 404, 409, 413, 503),
     )
 
-    async def send_command(command: Command) -> Response:
+    async def send_command(command: StartRollout | ControlRollout) -> Response:
         return Response(await client.query(command), media_type="application/json")
 
     @routes.post("")
@@ -146,7 +146,7 @@ def command_router(client: EngineClient) -> APIRouter:
 
 
 class RolloutList(msgspec.Struct):
-    """The engine's answer to the question "rollouts"; each item of `data` is a JSON object with a `name`."""
+    """The answer to the question "rollouts"; each item of `data` is a JSON object with a `name`."""
 
     data: list[msgspec.Raw]
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from server.records import ConstraintName, ConstraintRefusal, RequestRecord, WeightUsage
+from server.records import ConstraintName, ConstraintRefusal, RequestFidelity, RequestRecord, WeightUsage
 
 NUM_SEEDS = 1 << 63  # seeds are from 0 to one less
 
@@ -83,14 +83,13 @@ class Speculation(msgspec.Struct, frozen=True):
 
 # ---------------------------------------------------------------- to the engine
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """A new request. `kv_cache`, `header`, `alias`: the instance given by the body, the header or the model's name."""
+    """A new request."""
 
     request_id: str
     prompt: list[int]
     sampling: SamplingParams
-    kv_cache: str | None = None
-    header: str | None = None
-    alias: str | None = None
+    kv_cache: str | None = None  # the instance that the request names; None: the settings choose it
+    named_by: Literal["request", "header", "model"] = "request"  # where it does: its body, a header, the model's name
     priority: int = 0  # lower runs first
     caching: Caching = Caching()
     # Id of an earlier request with the same prompt, whose keys and values this request may take over
@@ -196,6 +195,11 @@ class ControlRollout(msgspec.Struct, tag=True, frozen=True):
     by: str
 
 
+RolloutQuery = (
+    Literal["rollouts", "fidelity"] | StartRollout | ControlRollout
+)  # what the controller of roll-outs answers
+
+
 class Abort(msgspec.Struct, tag=True, frozen=True):
     """Ends a request of any API worker on an operator's order: its client gets an error."""
 
@@ -220,34 +224,23 @@ class Observed(msgspec.Struct, tag=True, frozen=True):
 
 
 ReadingCommand = Inspect | DescribeBlock  # commands that change nothing, so that answers to questions stay right
-Command = (
-    ReadingCommand
-    | Clear
-    | PinPrefix
-    | PinCachedPrefix
-    | DropPrefix
-    | Unpin
-    | Share
-    | StartRollout
-    | ControlRollout
-    | Abort
-)
+Command = ReadingCommand | Clear | PinPrefix | PinCachedPrefix | DropPrefix | Unpin | Share | Abort
 
 
 # Questions are answered with JSON, except "metrics": with an encoded `server.metrics` Snapshot, and "routing": with
 # MessagePack, as it has bytes
-Question = Literal["kv_cache", "settings", "metrics", "rollouts", "fidelity", "live", "prefixes", "routing"]
+Question = Literal["kv_cache", "settings", "metrics", "live", "prefixes", "routing"]
 ANSWER_TTL = 1.0  # seconds after its computation for which an answer to a question is reused
 # The same for "live", which clients ask twice a second, for "prefixes", whose answer is large, and for "routing"
-ANSWER_TTLS: Mapping[Question, float] = {"live": 0.45, "prefixes": 2.0, "routing": 0.45}
+ANSWER_TTLS: Mapping[str, float] = {"live": 0.45, "prefixes": 2.0, "routing": 0.45}
 
 
-def get_answer_ttl(question: Question) -> float:
+def get_answer_ttl(question: str) -> float:
     """Return the seconds after its computation for which an answer to a question is reused."""
     return ANSWER_TTLS.get(question, ANSWER_TTL)
 
 
-QueryPayload = Question | Command | Profile
+QueryPayload = Question | Command | RolloutQuery | Profile
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):
@@ -255,9 +248,6 @@ class Query(msgspec.Struct, tag=True, frozen=True):
 
     query_id: int
     payload: QueryPayload
-
-
-ToEngine = Submit | Cancel | Query | Observed
 
 
 # ---------------------------------------------------------------- from the engine
@@ -383,4 +373,51 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
 
 RequestEvent = Admitted | Preempted | Progress | PromptScores | Tokens | Explained | Compared | Failed
-FromEngine = Hello | RequestEvent | Answer
+
+
+# ---------------------------------------------------------------- between the engine and the controller of roll-outs
+class Split(msgspec.Struct, frozen=True):
+    """How a roll-out divides the requests of an instance; shares are from 0 to 1."""
+
+    rollout: str
+    served: str  # the instance whose requests are divided
+    candidate: str
+    share: float  # of the conversations, which the candidate serves
+    shadow_share: float  # of the requests that stay, which also run under the candidate
+    is_complete: bool = False  # whether the candidate serves all requests for good, and is not watched any more
+
+
+class SetSplits(msgspec.Struct, tag=True, frozen=True):
+    """From the controller: how requests are divided from now on, and the states of roll-outs for metrics."""
+
+    splits: list[Split]
+    states: dict[str, tuple[str, float]] = {}  # by roll-out: its state ("paused" while it is), the candidate's share
+    pairs: list[tuple[str, str]] = []  # (served, candidate) of the instances that roll-outs compare
+    rolled_back: list[str] = []  # names of the roll-outs that a guard has rolled back since the last SetSplits
+
+
+class RolloutQuestion(msgspec.Struct, tag=True, frozen=True):
+    """To the controller: an API worker's query, which a RolloutAnswer answers."""
+
+    worker: int
+    query_id: int
+    payload: RolloutQuery
+
+
+class RolloutAnswer(msgspec.Struct, tag=True, frozen=True):
+    """From the controller: the answer to a RolloutQuestion of an API worker."""
+
+    worker: int
+    answer: Answer
+
+
+class RolloutSamples(msgspec.Struct, tag=True, frozen=True):
+    """To the controller: what has ended in a step, and candidates that get no requests any more."""
+
+    records: list[RequestRecord] = []  # of requests that count in an arm of a roll-out
+    fidelities: list[RequestFidelity] = []
+    unusable: list[str] = []  # names of instances
+
+
+ToEngine = Submit | Cancel | Query | Observed | SetSplits | RolloutAnswer
+FromEngine = Hello | RequestEvent | Answer | RolloutQuestion | RolloutSamples

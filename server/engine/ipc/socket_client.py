@@ -26,6 +26,8 @@ from server.engine.ipc.messages import (
     Observed,
     Query,
     QueryPayload,
+    RolloutQuestion,
+    RolloutSamples,
     Submit,
     ToEngine,
 )
@@ -54,8 +56,7 @@ class SocketClient(EngineClient):
     def __init__(self, path: str | os.PathLike[str], estimate_retry_after: Callable[[], float] = lambda: 0.0) -> None:
         """Make an unconnected client; `estimate_retry_after` returns seconds until a lost engine is expected back."""
         super().__init__(estimate_retry_after)
-        self._path = os.fspath(path)
-        self._connection: _Connection | None = None
+        self._socket = EngineSocket(path, self._dispatch, self._handle_disconnect)
         # Seconds that the last admitted request had waited: an estimate of when a full queue has room
         self._queue_seconds = 0.0
         self._queries: dict[int, asyncio.Future[Answer]] = {}
@@ -91,46 +92,17 @@ class SocketClient(EngineClient):
     def _send(self, *messages: ToEngine) -> None:
         """Send messages in one write, so that the choices of one prompt arrive together."""
         self.get_hello()
-        assert self._connection is not None, "a client with a Hello is connected"
-        if self._connection.transport.is_closing():  # the engine has just ended, and `hello` is still that of its start
+        if not self._socket.send(*messages):  # the engine has just ended, and `hello` is still that of its start
             raise self._make_lost_error("the engine is not ready; try again")
-        self._connection.transport.write(b"".join(map(encode_message, messages)))
 
     # ------------------------------------------------------------ the connection
     async def start(self) -> None:
-        self._task = asyncio.create_task(self._stay_connected(), name="engine-client")
+        self._task = asyncio.create_task(self._socket.stay_connected(), name="engine-client")
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _stay_connected(self) -> None:
-        while True:
-            try:
-                _, connection = await asyncio.get_running_loop().create_unix_connection(
-                    self._make_connection, self._path
-                )
-            except OSError:  # not there yet
-                pass
-            else:
-                await self._receive_until_closed(connection)
-            await asyncio.sleep(RECONNECT_DELAY)
-
-    def _make_connection(self) -> _Connection:
-        self._connection = _Connection(self._dispatch)
-        return self._connection
-
-    async def _receive_until_closed(self, connection: _Connection) -> None:
-        """Receive events until the connection ends; then all streams and queries fail with EngineLost."""
-        try:
-            await connection.closed
-            log.warning("the engine hung up; connecting again")
-        except (WireError, OSError) as error:
-            log.warning("the connection to the engine broke: %s; connecting again", error)
-        finally:
-            self._handle_disconnect()
-            connection.transport.abort()
 
     def _dispatch(self, event: FromEngine) -> None:
         match event:
@@ -141,6 +113,8 @@ class SocketClient(EngineClient):
                 answer = self._queries.get(event.query_id)
                 if answer is not None and not answer.done():
                     answer.set_result(event)
+            case RolloutQuestion() | RolloutSamples():
+                raise AssertionError("only the controller of roll-outs gets these")
             case _:
                 if isinstance(event, Admitted):
                     self._queue_seconds = event.queue_seconds
@@ -151,13 +125,59 @@ class SocketClient(EngineClient):
                     stream.put(event)
 
     def _handle_disconnect(self) -> None:
-        self.hello = self._connection = None
+        self.hello = None
         for stream in set(self._streams.values()):
             stream.fail(self._make_lost_error("the engine went away while it worked on this request; try again"))
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(self._make_lost_error("the engine went away before it had answered; try again"))
         self._streams.clear()
+
+
+class EngineSocket:
+    """A connection to the engine at a Unix socket, which is made again whenever it ends."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], dispatch: Callable[[FromEngine], None], on_lost: Callable[[], None]
+    ) -> None:
+        """Make an unconnected socket. `dispatch` takes each event; `on_lost` is called when a connection has ended."""
+        self._path = os.fspath(path)
+        self._dispatch = dispatch
+        self._on_lost = on_lost
+        self._connection: _Connection | None = None
+
+    def send(self, *messages: ToEngine) -> bool:
+        """Send messages in one write; return False, and send none, if there is no connection or it has just ended."""
+        if self._connection is None or self._connection.transport.is_closing():
+            return False
+        self._connection.transport.write(b"".join(map(encode_message, messages)))
+        return True
+
+    async def stay_connected(self) -> None:
+        """Connect, and pass on events, for ever."""
+        while True:
+            try:
+                _, connection = await asyncio.get_running_loop().create_unix_connection(
+                    lambda: _Connection(self._dispatch), self._path
+                )
+            except OSError:  # not there yet
+                pass
+            else:
+                self._connection = connection
+                await self._receive_until_closed(connection)
+            await asyncio.sleep(RECONNECT_DELAY)
+
+    async def _receive_until_closed(self, connection: _Connection) -> None:
+        """Receive events until the connection ends."""
+        try:
+            await connection.closed
+            log.warning("the engine hung up; connecting again")
+        except (WireError, OSError) as error:
+            log.warning("the connection to the engine broke: %s; connecting again", error)
+        finally:
+            self._connection = None
+            self._on_lost()
+            connection.transport.abort()
 
 
 class _Connection(asyncio.Protocol):

@@ -7,6 +7,7 @@ Knows the settings' fallbacks and the state of the instances; not why an instanc
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from cache_strategies.errors import StrategyError
 from server.engine.extension import StepExtension
@@ -15,6 +16,7 @@ from server.engine.isolation.isolation import Isolation
 from server.engine.model_runner import StepOutput
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.selection import find_fallback
 from server.engine.scheduling.step import RequestFailure
 
 log = logging.getLogger(__name__)
@@ -25,36 +27,21 @@ STRATEGY_CODES = frozenset({"strategy_failed", "strategy_quarantined"})
 
 
 class Fallbacks(StepExtension):
-    """Finds an instance for each request, and moves requests to other ones."""
+    """Moves requests to other instances; tells the choice of an instance which ones can serve."""
 
     def __init__(self, isolation: Isolation, scheduler: Scheduler) -> None:
         self._isolation = isolation
         self._scheduler = scheduler
 
-    def choose(self, chosen: str, num_prompt_tokens: int, max_tokens: int) -> str:
-        """Return the chosen instance or, if it gets no requests now, its first fallback that can serve the request.
+    # ---------------------------------------------------------------- what the choice of an instance asks
+    def is_usable(self, name: str) -> bool:
+        return self._isolation.usable(name)
 
-        Raises RequestError, with the reason why the chosen one gets none, if no fallback can.
-        """
-        try:
-            self._isolation.check_admission(chosen)
-        except RequestError:
-            if (fallback := self._find(chosen, num_prompt_tokens, max_tokens)) is None:
-                raise
-            return fallback
-        return chosen
+    def check_admission(self, name: str) -> None:
+        self._isolation.check_admission(name)
 
-    def _find(self, name: str, num_prompt_tokens: int, max_tokens: int) -> str | None:
-        """Return the first fallback of an instance that gets requests now and has room for such a request."""
-        candidates = self._isolation.fallbacks.get(name, ())
-        return next((each for each in candidates if self._can_serve(each, num_prompt_tokens, max_tokens)), None)
-
-    def _can_serve(self, name: str, num_prompt_tokens: int, max_tokens: int) -> bool:
-        try:
-            self._isolation.check_admission(name)
-        except RequestError:
-            return False
-        return self.has_room(name, num_prompt_tokens, max_tokens)
+    def list_fallbacks(self, name: str) -> Sequence[str]:
+        return self._isolation.fallbacks.get(name, ())
 
     def has_room(self, name: str, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Return whether an instance can ever hold such a request, as the scheduler's `submit` checks."""
@@ -70,7 +57,8 @@ class Fallbacks(StepExtension):
         """Return the fallback to which a request can be moved; None if there is none, or something was sent."""
         if request.num_cached_tokens is not None:
             return None  # its client knows the instance
-        return self._find(request.instance.name, request.num_prompt_tokens, request.sampling.max_tokens)
+        size = request.num_prompt_tokens, request.sampling.max_tokens
+        return find_fallback(request.instance.name, self, *size)
 
     def rescue(self, failure: RequestFailure) -> bool:
         """Move a request whose strategy is at fault to a fallback; return whether it was moved."""
@@ -92,7 +80,8 @@ class Fallbacks(StepExtension):
         if request in request.siblings:
             request.siblings.remove(request)
         _reset(request, self._isolation.instances[name])
-        set_fallback_of(request, request.fallback_of or origin)
+        request.fallback_of = request.fallback_of or origin
+        request.reason = f"fallback of {request.fallback_of}"
         try:
             self._scheduler.submit(request)
         except (RequestError, StrategyError) as error:
@@ -119,11 +108,6 @@ class Fallbacks(StepExtension):
             failed += [RequestFailure.from_logits(each) for each in group if not self.move(each)]
             moved.update(group)
         return output.without(moved)._replace(failed=[*output.failed, *failed]) if moved else output
-
-
-def set_fallback_of(request: Request, chosen: str) -> None:
-    """Note that a fallback of the chosen instance serves a request."""
-    request.fallback_of, request.reason = chosen, f"fallback of {chosen}"
 
 
 def _reset(request: Request, instance: Instance) -> None:

@@ -1,43 +1,120 @@
-"""Chooses the strategy instance of a request: by its body, else header, model alias, the settings' rules, the default.
+"""Chooses the instance of each request: named by the request, by a rule, the default; then roll-outs; then fallbacks.
 
-Knows names and rules; no strategy.
+Knows names, rules and the shares of roll-outs; no strategy. Keeps no state of requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from config.settings import SelectionRule
-from server.engine.ipc.messages import Submit
+from server.engine.ipc.messages import Split, Submit
+from server.engine.scheduling.assignment import is_canary, is_shadowed
 from server.engine.scheduling.request import RequestError
 
 
+class Availability(Protocol):
+    """The state of the instances, as far as the choice of one depends on it."""
+
+    def is_usable(self, name: str) -> bool:
+        """Return whether the next request may use an instance."""
+        ...
+
+    def check_admission(self, name: str) -> None:
+        """Let a request use an instance. Raises RequestError, with the reason, if it gets none now."""
+        ...
+
+    def has_room(self, name: str, num_prompt_tokens: int, max_tokens: int) -> bool:
+        """Return whether an instance can ever hold such a request."""
+        ...
+
+    def list_fallbacks(self, name: str) -> Sequence[str]:
+        """Return the instances that may serve an instance's requests in its place, in order."""
+        ...
+
+
+class InstanceChoice(NamedTuple):
+    """The instance of a request, the reason, and under which other instance it also runs."""
+
+    instance: str
+    reason: str  # as in RequestRecord
+    shadow: str | None = None  # None: it runs under `instance` only
+    rollout: str | None = None  # the roll-out that chose `instance` or `shadow`
+    is_counted: bool = False  # whether the request counts in an arm of that roll-out: it did not name its instance
+    fallback_of: str | None = None  # the instance that would have served it, if a fallback does
+
+
+NAMED_BY = {"request": ("kv_cache", "kv_cache"), "header": ("header X-KV-Cache", None), "model": ("model", "model")}
+
+
 class Selector:
-    """Chooses the strategy instance of each request."""
+    """Chooses the instance of each request, with the splits that roll-outs have set."""
 
     def __init__(self, names: Collection[str], rules: Sequence[SelectionRule], default: str) -> None:
         assert default in names
+        self.splits: Mapping[str, Split] = {}  # by the instance whose requests they divide
         self._names = names
         self._rules = rules
         self._default = default
+        self._rule_shadows = {f"rule {i}": rule.shadow for i, rule in enumerate(rules) if rule.shadow}
 
-    def choose(self, submit: Submit, kv_usage: float) -> tuple[str, str]:
-        """Return the name of the instance and the reason: "request", "header", "model", "rule <i>" or "default".
+    def choose(self, submit: Submit, kv_usage: float, instances: Availability) -> InstanceChoice:
+        """Return the instance that serves a request, why, and its shadow.
 
-        `kv_usage` is the share of the KV memory in use, 0 to 1. Raises RequestError for an unknown name.
+        `kv_usage` is the share of the KV memory in use, 0 to 1. Raises RequestError for an unknown name, and if neither
+        the chosen instance nor a fallback of it can serve the request now.
         """
-        sources = (
-            ("request", submit.kv_cache, "kv_cache", "kv_cache"),
-            ("header", submit.header, "header X-KV-Cache", None),
-            ("model", submit.alias, "model", "model"),
-        )
-        for reason, name, field, param in sources:
-            if name is not None:
-                return self.check_name(name, field, param), reason
+        choice = self.choose_before_rollouts(submit, kv_usage)
+        if submit.rollouts and (self.splits or self._rule_shadows):
+            choice = self._apply_rollouts(choice, submit, instances)
+        size = len(submit.prompt), submit.sampling.max_tokens
+        try:
+            instances.check_admission(choice.instance)
+        except RequestError:
+            if (fallback := find_fallback(choice.instance, instances, *size)) is None:
+                raise
+            reason = f"fallback of {choice.instance}"
+            return choice._replace(instance=fallback, reason=reason, fallback_of=choice.instance, shadow=None)
+        return choice
+
+    def choose_before_rollouts(self, submit: Submit, kv_usage: float) -> InstanceChoice:
+        """Return the instance by name, rule or default. Raises RequestError for an unknown name."""
+        if submit.kv_cache is not None:
+            return InstanceChoice(self.check_name(submit.kv_cache, *NAMED_BY[submit.named_by]), submit.named_by)
         for i, rule in enumerate(self._rules):
             if matches(rule, len(submit.prompt), submit.priority, kv_usage):
-                return rule.use, f"rule {i}"
-        return self._default, "default"
+                return InstanceChoice(rule.use, f"rule {i}")
+        return InstanceChoice(self._default, "default")
+
+    def _apply_rollouts(self, choice: InstanceChoice, submit: Submit, instances: Availability) -> InstanceChoice:
+        """Return what roll-outs, and the shadows of rules, make of a choice.
+
+        A request that names its instance, or that the candidate cannot hold, keeps its instance.
+        """
+
+        def can_serve(name: str) -> bool:
+            return instances.is_usable(name) and instances.has_room(
+                name, len(submit.prompt), submit.sampling.max_tokens
+            )
+
+        instance, reason = choice.instance, choice.reason
+        shadow, rollout = self._rule_shadows.get(reason), None
+        is_named = submit.kv_cache is not None
+        split = self.splits.get(instance)
+        while split is not None and split.is_complete and not is_named and can_serve(split.candidate):
+            instance, reason = split.candidate, f"rollout {split.rollout}: complete"
+            split = self.splits.get(instance)
+        if split is not None and not split.is_complete:
+            rollout, candidate = split.rollout, split.candidate
+            is_candidates = not is_named and is_canary(rollout, find_conversation(submit), split.share)
+            if is_candidates and can_serve(candidate):
+                instance, reason = candidate, f"rollout {rollout}: canary"
+            elif is_shadowed(rollout, submit.request_id, split.shadow_share):
+                shadow = candidate
+        if shadow is not None and (shadow == instance or not instances.is_usable(shadow)):
+            shadow = None
+        return InstanceChoice(instance, reason, shadow, rollout, rollout is not None and not is_named)
 
     def check_name(self, name: str, field: str, param: str | None) -> str:
         """Return an instance's name, which a request gives in `field`. Raises RequestError for an unknown one."""
@@ -56,3 +133,21 @@ def matches(rule: SelectionRule, prompt_tokens: int, priority: int, kv_usage: fl
         and (rule.max_priority is None or priority <= rule.max_priority)
         and (rule.kv_usage_above is None or kv_usage > rule.kv_usage_above)
     )
+
+
+def find_fallback(name: str, instances: Availability, num_prompt_tokens: int, max_tokens: int) -> str | None:
+    """Return the first fallback of an instance that gets requests now and has room for such a request."""
+
+    def can_serve(fallback: str) -> bool:
+        try:
+            instances.check_admission(fallback)
+        except RequestError:
+            return False
+        return instances.has_room(fallback, num_prompt_tokens, max_tokens)
+
+    return next(filter(can_serve, instances.list_fallbacks(name)), None)
+
+
+def find_conversation(submit: Submit) -> str:
+    """Return what is equal for requests that are served alike: without a conversation, all choices of a prompt."""
+    return submit.conversation or submit.sibling_of or submit.request_id

@@ -56,7 +56,7 @@ def test_in_deltas(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
     assert [c.choices[0].finish_reason for c in received if c.choices[0].finish_reason] == ["length"] * 2
     assert last.choices == []
     assert last.usage is not None
-    assert engine.all(Submit)[0].alias == "short"
+    assert engine.all(Submit)[0].kv_cache == "short"
 
 
 def test_logprobs(engine: FakeEngine, openai_client: openai.OpenAI, encode: Encode) -> None:

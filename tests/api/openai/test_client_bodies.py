@@ -121,7 +121,7 @@ def test_no_name_is_the_served_model(
         assert answer.status_code == 200, answer.text
         result = chunks_of(answer)[0] if stream else answer.json()
         assert result["model"] == "tiny"
-    assert [submit.alias for submit in engine.all(Submit)] == [None, None]
+    assert [submit.kv_cache for submit in engine.all(Submit)] == [None, None]
     assert http.post("/tokenize", json={"prompt": "x"} | model).status_code == 200
 
 
@@ -147,7 +147,7 @@ def test_any_model_name_with_the_setting(
     answer = ask(client, path, model=name)
     assert (answer.status_code, answer.json()["model"]) == (200, "tiny")
     assert ask(client, path, model="tiny:short").json()["model"] == "tiny:short"
-    assert [submit.alias for submit in their_engine.all(Submit)] == [None, "short"]
+    assert [submit.kv_cache for submit in their_engine.all(Submit)] == [None, "short"]
     assert client.post("/tokenize", json={"prompt": "x", "model": name}).status_code == 200
     assert client.get(f"/v1/models/{name}").status_code == 404
     assert ask(http, path, model=name).status_code == 404

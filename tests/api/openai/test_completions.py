@@ -117,18 +117,21 @@ def test_the_end_of_sequence_token_counts_and_has_no_text(
 
 
 # ---------------------------------------------------------------- choice of strategy
-def test_every_way_to_choose_a_strategy_reaches_the_engine(engine: FakeEngine, http: httpx.Client) -> None:
-    body = {"model": "tiny:short", "prompt": "x", "kv_cache": "one"}
-    completion = http.post("/v1/completions", json=body, headers={"X-KV-Cache": "two"}).json()
+@pytest.mark.parametrize("has_model_name", [False, True])
+@pytest.mark.parametrize("has_header", [False, True])
+@pytest.mark.parametrize("has_field", [False, True])
+def test_the_body_names_the_strategy_else_the_header_else_the_models_name(
+    engine: FakeEngine, http: httpx.Client, has_field: bool, has_header: bool, has_model_name: bool
+) -> None:
+    body = {"model": "tiny:short" if has_model_name else "tiny", "prompt": "x"} | (
+        {"kv_cache": "one"} if has_field else {}
+    )
+    completion = http.post("/v1/completions", json=body, headers={"X-KV-Cache": "two"} if has_header else {}).json()
+    ways = [(has_field, "one", "request"), (has_header, "two", "header"), (has_model_name, "short", "model")]
+    expected = next(((name, place) for is_used, name, place in ways if is_used), None)
     (submit,) = engine.all(Submit)
-    assert (submit.kv_cache, submit.header, submit.alias) == ("one", "two", "short")
-    assert completion["model"] == "tiny:short"
-
-
-def test_no_choice(engine: FakeEngine, http: httpx.Client) -> None:
-    http.post("/v1/completions", json=VALID_REQUEST)
-    (submit,) = engine.all(Submit)
-    assert (submit.kv_cache, submit.header, submit.alias) == (None, None, None)
+    assert (submit.kv_cache and (submit.kv_cache, submit.named_by)) == expected
+    assert completion["model"] == body["model"]
 
 
 # ---------------------------------------------------------------- streams

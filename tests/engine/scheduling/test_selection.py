@@ -1,4 +1,4 @@
-"""Tests of a request's instance and its reason: body, header, model alias, rules or default, in this order."""
+"""Tests of a request's instance and its reason: the one that it names, rules or default, in this order."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ def submit(prompt_tokens: int = 10, **options: Any) -> Submit:
 
 
 def choose(message: Submit, *rules: SelectionRule, kv_usage: float = 0.0) -> tuple[str, str]:
-    return Selector(NAMES, rules, "rest").choose(message, kv_usage)
+    return Selector(NAMES, rules, "rest").choose_before_rollouts(message, kv_usage)[:2]
 
 
 ORDER: tuple[tuple[dict[str, Any], tuple[str, str]], ...] = (  # what is asked for, and what comes of it
-    ({"kv_cache": "body"}, ("body", "request")),
-    ({"header": "head"}, ("head", "header")),
-    ({"alias": "alias"}, ("alias", "model")),
+    ({"kv_cache": "alias", "named_by": "model"}, ("alias", "model")),
     ({"priority": -1}, ("urgent", "rule 1")),
     ({}, ("rest", "default")),
 )
@@ -85,8 +83,8 @@ def test_all_conditions_of_a_rule_must_hold() -> None:
     ("options", "where", "param"),
     [
         ({"kv_cache": "nope"}, "kv_cache", "kv_cache"),
-        ({"header": "nope"}, "header X-KV-Cache", None),
-        ({"alias": "nope"}, "model", "model"),
+        ({"kv_cache": "nope", "named_by": "header"}, "header X-KV-Cache", None),
+        ({"kv_cache": "nope", "named_by": "model"}, "model", "model"),
         ({"kv_cache": ""}, "kv_cache", "kv_cache"),
     ],
 )
@@ -97,11 +95,6 @@ def test_an_unknown_name_is_refused_with_the_names_there_are(
         choose(submit(**options))
     error = caught.value
     assert (error.status, error.code, error.param) == (400, "unknown_kv_cache", param)
-    (name,) = options.values()
+    name = options["kv_cache"]
     listed = "alias, body, head, long, rest, unused, urgent"
     assert error.message == f"{where}: there is no cache strategy {name!r}; there are {listed}"
-
-
-def test_an_unknown_name_is_refused_though_a_weaker_one_is_known() -> None:
-    with pytest.raises(RequestError, match="kv_cache: there is no cache strategy 'nope'"):
-        choose(submit(kv_cache="nope", header="head"))

@@ -7,11 +7,9 @@ time uses it: it holds a lock, which the system releases however the server ends
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import logging
 import os
 import tempfile
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from server.engine.rollouts.statistics import SavedSamples
-from server.models.errors import ModelError
-from server.models.files.user_cache import expand_user, user_state_dir
+from server.rollouts.statistics import SavedSamples
 
 log = logging.getLogger(__name__)
 
@@ -70,23 +66,6 @@ class DamagedFileError(Exception):
     """A file that exists and cannot be read; the message says why."""
 
 
-def choose_rollouts_file(setting: str | None, *identity: object) -> Path | None:
-    """Return the file for the state of roll-outs; None if it is not kept (setting "off").
-
-    `identity` (model, host, port) tells servers of one user apart, which have a file each by default.
-    """
-    if setting in ("", "off"):
-        return None
-    try:
-        if setting is not None:
-            return expand_user(setting)
-        digest = hashlib.sha256("\0".join(map(str, identity)).encode(errors="surrogateescape")).hexdigest()[:16]
-        return user_state_dir() / "rollouts" / f"{digest}.json"
-    except ModelError as error:
-        log.warning("the state of roll-outs is not kept for the next start: %s; or set rollouts_file", error)
-        return None
-
-
 class FileInUseError(Exception):
     """Another server has the file open; the message says so."""
 
@@ -96,13 +75,9 @@ class RolloutStore:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self.has_failed = False  # whether the last attempt to write failed, which is logged once
         self._is_open = False
         self._lock_descriptor: int | None = None
-        self._writing = threading.Lock()
-        self._writer: threading.Thread | None = None
-        self._number = 0  # of the last state that was to be written
-        self._written = 0
-        self._has_failed = False  # whether the last attempt to write failed, which is logged once
 
     def open(self) -> list[SavedRollout]:
         """Return what the file contains, and begin to write to it.
@@ -139,41 +114,23 @@ class RolloutStore:
         return aside
 
     def write(self, rollouts: Sequence[SavedRollout]) -> None:
-        """Write the state now, and wait for the disk."""
-        self._number += 1
-        self._write(rollouts, self._number)
-
-    def write_later(self, rollouts: Sequence[SavedRollout]) -> None:
-        """Write the state in another thread: the engine does not wait for the disk."""
-        self._number += 1
-        if not self._is_open or self._writing.locked():
-            return  # a slow disk: `is_behind` then says that a later state has to be written
-        self._writer = threading.Thread(target=self._write, args=(rollouts, self._number), daemon=True)
-        self._writer.start()
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the file lacks the last state that was to be written, and that is not being written now."""
-        return self._is_open and self._written < self._number and not self._writing.locked()
-
-    def _write(self, rollouts: Sequence[SavedRollout], number: int) -> None:
-        with self._writing:
-            if not self._is_open or number < self._written or not self._take_lock():
-                return
-            assert self.path is not None
-            try:
-                _replace(self.path, msgspec.json.encode(SavedRollouts(VERSION, list(rollouts))))
-            except OSError as error:
-                if not self._has_failed:
-                    log.error(
-                        "cannot write the state of roll-outs to %s (%s): after a restart they would be where they are "
-                        "in that file; make room or set rollouts_file; this is tried again",
-                        self.path,
-                        error.strerror,
-                    )
-                self._has_failed = True
-            else:
-                self._written, self._has_failed = number, False
+        """Write the state and wait for the disk. If that fails, `has_failed` says that it has to be written again."""
+        if not self._is_open or not self._take_lock():
+            return
+        assert self.path is not None
+        try:
+            _replace(self.path, msgspec.json.encode(SavedRollouts(VERSION, list(rollouts))))
+        except OSError as error:
+            if not self.has_failed:
+                log.error(
+                    "cannot write the state of roll-outs to %s (%s): after a restart they would be where they are "
+                    "in that file; make room or set rollouts_file; this is tried again",
+                    self.path,
+                    error.strerror,
+                )
+            self.has_failed = True
+        else:
+            self.has_failed = False
 
     def _take_lock(self) -> bool:
         """Lock the file and return whether that succeeded; if another server has it, nothing is written any more."""
@@ -202,14 +159,11 @@ class RolloutStore:
         return True
 
     def close(self) -> None:
-        """Wait until what was to be written is written, and release the file; nothing is written any more."""
-        if self._writer is not None:
-            self._writer.join()
-        with self._writing:
-            self._is_open = False
-            if self._lock_descriptor is not None:
-                os.close(self._lock_descriptor)
-                self._lock_descriptor = None
+        """Release the file; nothing is written any more."""
+        self._is_open = self.has_failed = False
+        if self._lock_descriptor is not None:
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = None
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from config.rollouts import GuardSettings
-from server.engine.rollouts.intervals import Estimate, quantile_ratio
-from server.engine.rollouts.statistics import ArmStatistics, FidelityStatistics
+from server.rollouts.intervals import Estimate, quantile_ratio
+from server.rollouts.statistics import ArmStatistics, FidelityStatistics
 
 GUARD_CONFIDENCE = 0.99
 LEAST_REQUESTS = 8  # a guard does not trip on fewer: a grossly broken candidate is found by this number

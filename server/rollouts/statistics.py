@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from server.engine.rollouts.intervals import (
+from server.records import RequestFidelity, RequestRecord
+from server.rollouts.intervals import (
     Estimate,
     clustered_mean,
     clustered_share,
@@ -23,7 +24,6 @@ from server.engine.rollouts.intervals import (
     quantile,
     wilson,
 )
-from server.records import RequestFidelity, RequestRecord
 
 MAX_COMPARED = 2000  # number of compared requests that are kept: sums of each
 MAX_TOKENS = 20_000  # number of compared tokens whose KL divergence is kept, for percentiles

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from config.settings import Settings
 from server.engine.ipc.messages import SamplingParams, Submit
-from server.engine.rollouts.rollouts import InstanceChoice, Rollouts
-from server.engine.rollouts.store import RolloutStore
+from server.engine.scheduling.request import RequestError
+from server.engine.scheduling.selection import InstanceChoice, Selector
 from server.records import Outcome, RequestFidelity, RequestRecord
+from server.rollouts.rollouts import Rollouts
+from server.rollouts.store import RolloutStore
 
 INSTANCES = {"small": {"kind": "paged", "kv_dtype": "int8"}, "window": {"kind": "sliding_window", "window": 64}}
 GOOD_KL, BAD_KL = 0.001, 0.8  # nats, in the mean
@@ -74,6 +76,26 @@ def make_record(
     return RequestRecord(instance=instance, reason=reason, outcome=outcome, rollout=rollout, **(values | times))
 
 
+class FakeInstances:
+    """Instances of which functions say whether they get requests, and can hold one. They have no fallbacks."""
+
+    def __init__(self, usable: Callable[[str], bool], has_room: Callable[[str], bool]) -> None:
+        self._usable, self._has_room = usable, has_room
+
+    def is_usable(self, name: str) -> bool:
+        return self._usable(name)
+
+    def check_admission(self, name: str) -> None:
+        if not self._usable(name):
+            raise RequestError(503, f"{name} gets no requests")
+
+    def has_room(self, name: str, num_prompt_tokens: int, max_tokens: int) -> bool:
+        return self._has_room(name)
+
+    def list_fallbacks(self, name: str) -> Sequence[str]:
+        return ()
+
+
 class RolloutDriver:
     """The roll-outs of a server that stands still, with an endless supply of requests."""
 
@@ -82,18 +104,28 @@ class RolloutDriver:
     ) -> None:
         self.clock = Clock()
         self.rng = rng
-        self.settings = Settings(model="tiny", **({"strategies": INSTANCES, "rollouts": rollouts or {}} | settings))
+        given: dict[str, Any] = {"strategies": INSTANCES, "rollouts": rollouts or {}, "default_strategy": "paged"}
+        self.settings = Settings(model="tiny", **(given | settings))
         self.rollouts = Rollouts(self.settings, RolloutStore(file), self.clock, self.clock)
         self.rollouts.restore()
         self._number = 0
 
-    def choose(self, user: str | None = None, *, reason: str = "default", **more: Any) -> InstanceChoice:
-        """Send a request for which `paged` was chosen; return what roll-outs make of it."""
+    def choose(
+        self,
+        user: str = "",
+        *,
+        prompt_tokens: int = 1,
+        usable: Callable[[str], bool] = lambda _: True,
+        has_room: Callable[[str], bool] = lambda _: True,
+        **more: Any,
+    ) -> InstanceChoice:
+        """Send a request, for which the settings choose `paged`; return what the engine makes of it."""
         self._number += 1
-        options: dict[str, Any] = {"request_id": f"{self._number}-{self.rng.random()}", "conversation": user} | more
-        usable, has_room = (options.pop(name, lambda _: True) for name in ("usable", "has_room"))
-        submit = Submit(prompt=[1], sampling=SamplingParams(max_tokens=1), **options)
-        return self.rollouts.choose(more.pop("instance", "paged"), reason, submit, usable, has_room)
+        prompt, request_id = [1] * prompt_tokens, f"{self._number}-{self.rng.random()}"
+        submit = Submit(request_id, prompt, SamplingParams(max_tokens=1), conversation=user, **more)
+        selector = Selector(self.settings.strategies, self.settings.rules, self.settings.default_strategy)
+        selector.splits = {split.served: split for split in self.rollouts.list_splits().splits}
+        return selector.choose(submit, 0.0, FakeInstances(usable, has_room))
 
     def serve(self, number: int, name: str = "r", *, kl: float = GOOD_KL, agreed: float = 1.0, **times: Any) -> None:
         """Serve requests of all arms, whose shadows have a random divergence around `kl`, as far as it matters."""

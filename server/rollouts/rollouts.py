@@ -1,54 +1,35 @@
-"""All roll-outs of an engine: chooses instances and shadows of requests, collects their records, keeps the state.
+"""All roll-outs of a server: counts what the engine reports, lets stages advance, says how requests are divided.
 
-The engine's core asks `choose` for each request, and reports each record; `update` makes stages advance. Without
-roll-outs and rules with a shadow, each of these returns at once. Knows the names of instances; no cache and no token.
+`observe` takes records, `update` makes stages advance, `list_splits` is what the engine does from then on; operators
+`start` and `control` roll-outs. Keeps the state in a file. Knows the names of instances; no engine and no request.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import msgspec
 
 from config.rollouts import RolloutSettings, check_rollouts, is_rollout_name, parse_rollout
 from config.settings import Settings
-from server.engine.extension import StepExtension
-from server.engine.ipc.messages import Submit
-from server.engine.results import Event
-from server.engine.rollouts.assignment import is_canary, is_shadowed
-from server.engine.rollouts.rollout import REPORT_CONFIDENCE, Rollout, RolloutAction
-from server.engine.rollouts.statistics import FidelityStatistics
-from server.engine.rollouts.store import DamagedFileError, FileInUseError, RolloutStore, SavedRollout
+from server.engine.ipc.messages import SetSplits, Split
 from server.engine.scheduling.request import RequestError
-from server.records import RequestFidelity, RequestRecord, StepReport
+from server.records import REPORT_CONFIDENCE, RequestFidelity, RequestRecord
+from server.rollouts.rollout import Rollout, RolloutAction
+from server.rollouts.statistics import FidelityStatistics
+from server.rollouts.store import DamagedFileError, FileInUseError, RolloutStore, SavedRollout
 
 log = logging.getLogger(__name__)
 
-NAMED = ("request", "header", "model")  # reasons of requests that name their instance: no roll-out changes that
 SAVE_SECONDS = 1.0  # statistics are written at most once in this time
 MAX_ROLLOUTS = 100  # number of roll-outs that are remembered
 
 
-class InstanceChoice(NamedTuple):
-    """The instance of a request after roll-outs, the reason, and under which instance it also runs."""
-
-    instance: str
-    reason: str
-    shadow: str | None = None  # None: it runs under `instance` only
-    rollout: str | None = None  # the roll-out that chose `instance` or `shadow`
-    is_counted: bool = False  # whether the request counts in an arm of that roll-out: it did not name its instance
-
-
-def find_conversation(submit: Submit) -> str:
-    """Return what is equal for requests that are served alike: without a conversation, all choices of a prompt."""
-    return submit.conversation or submit.sibling_of or submit.request_id
-
-
-class Rollouts(StepExtension):
-    """The roll-outs of an engine, by name."""
+class Rollouts:
+    """The roll-outs of a server, by name."""
 
     def __init__(
         self,
@@ -61,61 +42,32 @@ class Rollouts(StepExtension):
         self._declared = settings.rollouts
         self._strategies = settings.strategies
         self._model = {name: getattr(settings, name) for name in ("model", "revision", "dtype", "weights")}
-        self._rule_shadows = {f"rule {i}": rule.shadow for i, rule in enumerate(settings.rules) if rule.shadow}
         self._store, self._clock, self._wall = store, clock, wall
         self._pairs: dict[tuple[str, str], FidelityStatistics] = {}
         self._saved_at = clock()
-        self._by_from: dict[str, Rollout] = {}  # those to which requests are subject, by their `from`
         self._rollouts: dict[str, Rollout] = {name: self._make_declared(name) for name in self._declared}
-        self._index()
 
-    # ---------------------------------------------------------------- requests
-    def choose(
-        self,
-        instance: str,
-        reason: str,
-        submit: Submit,
-        usable: Callable[[str], bool] = lambda _: True,
-        has_room: Callable[[str], bool] = lambda _: True,
-    ) -> InstanceChoice:
-        """Return the instance that serves a request for which `instance` was chosen, and its shadow.
+    # ---------------------------------------------------------------- what the engine tells and is told
+    def list_splits(self) -> SetSplits:
+        """Return how requests are to be divided now. Tells once of each roll-back."""
+        splits = [
+            Split(r.name, r.settings.from_, r.settings.to, r.share, r.shadow_share, not r.is_active)
+            for r in self._rollouts.values()
+            if r.holds_requests
+        ]
+        states: dict[str, tuple[str, float]]
+        states = {name: ("paused" if r.paused else r.state, r.share) for name, r in self._rollouts.items()}
+        compared = [(r.settings.from_, r.settings.to) for r in self._rollouts.values() if r.settings.shadow_share]
+        pairs = list(dict.fromkeys([*compared, *self._pairs]))
+        return SetSplits(splits, states, pairs, self._collect_rollbacks())
 
-        `usable` tells whether an instance can get requests, `has_room` whether it can ever hold this one. A request
-        that names its instance, or that the candidate cannot hold, keeps its instance. If a candidate is not usable
-        while its roll-out is active, the roll-out is rolled back.
-        """
-        if not submit.rollouts or not (self._by_from or self._rule_shadows):
-            return InstanceChoice(instance, reason)
-        shadow = self._rule_shadows.get(reason)
-        is_named = reason in NAMED
-        rollout = self._by_from.get(instance)
-        while rollout is not None and rollout.state == "complete" and not is_named:
-            candidate = rollout.settings.to
-            if not (usable(candidate) and has_room(candidate)):
-                break
-            instance, reason = candidate, f"rollout {rollout.name}: complete"
-            rollout = self._by_from.get(instance)
-        name = None
-        if rollout is not None and rollout.is_active:
-            name, candidate = rollout.name, rollout.settings.to
-            if not usable(candidate):
-                rollout.roll_back(f"instance {candidate!r} gets no requests after repeated faults")
-                self._save_changes()
-            elif not is_named and is_canary(name, find_conversation(submit), rollout.share) and has_room(candidate):
-                instance, reason = candidate, f"rollout {name}: canary"
-            elif is_shadowed(name, submit.request_id, rollout.shadow_share):
-                shadow = candidate
-        if shadow is not None and (shadow == instance or not usable(shadow)):
-            shadow = None
-        return InstanceChoice(instance, reason, shadow, name, name is not None and not is_named)
+    def _collect_rollbacks(self) -> list[str]:
+        names = [name for name, rollout in self._rollouts.items() if rollout.is_newly_rolled_back]
+        for name in names:
+            self._rollouts[name].is_newly_rolled_back = False
+        return names
 
-    def report(self, report: StepReport, finished: Sequence[RequestRecord]) -> Sequence[Event]:
-        """Observe what has ended in a step; tell which roll-outs were rolled back since the last one."""
-        report.rollbacks = self.collect_rollbacks()
-        self.observe(report.shadows, finished)
-        return ()
-
-    def observe(self, fidelities: Sequence[RequestFidelity], finished: Sequence[RequestRecord]) -> None:
+    def observe(self, fidelities: Iterable[RequestFidelity], finished: Iterable[RequestRecord]) -> None:
         """Count comparisons and requests that have ended, and update all roll-outs."""
         for fidelity in fidelities:
             self.record_fidelity(fidelity)
@@ -134,8 +86,8 @@ class Rollouts(StepExtension):
     def record_fidelity(self, fidelity: RequestFidelity) -> None:
         """Count a request that also ran under a candidate."""
         self._pairs.setdefault((fidelity.served, fidelity.candidate), FidelityStatistics()).record(fidelity)
-        found = self._by_from.get(fidelity.served)
-        if found is not None and found.name == fidelity.rollout and found.settings.to == fidelity.candidate:
+        found = None if fidelity.rollout is None else self._rollouts.get(fidelity.rollout)
+        if found is not None and (found.settings.from_, found.settings.to) == (fidelity.served, fidelity.candidate):
             found.record_fidelity(fidelity)
             self._save_changes()
 
@@ -147,15 +99,14 @@ class Rollouts(StepExtension):
             rollout.update()
         self._save_changes()
         if self._clock() - self._saved_at >= SAVE_SECONDS and self._has_unsaved:
-            self._saved_at = self._clock()
-            self._store.write_later(self._collect())
+            self._write()
 
     @property
     def _has_unsaved(self) -> bool:
-        return self._store.is_behind or any(rollout.has_news for rollout in self._rollouts.values())
+        return self._store.has_failed or any(rollout.has_news for rollout in self._rollouts.values())
 
-    def quarantined(self, instances: Collection[str]) -> None:
-        """Roll back the active roll-outs whose candidates have been put in quarantine: these get no requests."""
+    def roll_back_unusable(self, instances: Collection[str]) -> None:
+        """Roll back the active roll-outs whose candidates get no requests, as they are in quarantine or disabled."""
         for rollout in self._rollouts.values():
             if rollout.is_active and rollout.settings.to in instances:
                 rollout.roll_back(f"instance {rollout.settings.to!r} gets no requests after repeated faults")
@@ -208,7 +159,7 @@ class Rollouts(StepExtension):
         return {"object": "list", "data": [rollout.describe() for rollout in self._rollouts.values()]}
 
     def describe_fidelity(self) -> dict[str, Any]:
-        """Return how far candidates are from what was served, since the engine's start, for GET /v1/fidelity."""
+        """Return how far candidates are from what was served, since the server's start, for GET /v1/fidelity."""
         return {
             "object": "list",
             "confidence": REPORT_CONFIDENCE,
@@ -217,28 +168,6 @@ class Rollouts(StepExtension):
                 for (served, candidate), statistics in self._pairs.items()
             ],
         }
-
-    @property
-    def rollouts(self) -> Collection[Rollout]:
-        return self._rollouts.values()
-
-    def collect_rollbacks(self) -> Sequence[str]:
-        """Return the names of the roll-outs that were rolled back since the last call."""
-        names = [name for name, rollout in self._rollouts.items() if rollout.is_newly_rolled_back]
-        for name in names:
-            self._rollouts[name].is_newly_rolled_back = False
-        return names
-
-    @property
-    def compared_pairs(self) -> Sequence[tuple[str, str]]:
-        """The pairs (served, candidate) of instances that roll-outs compare, and those compared so far."""
-        declared = {(r.settings.from_, r.settings.to): None for r in self._rollouts.values() if r.settings.shadow_share}
-        return [*(declared | dict.fromkeys(self._pairs))]
-
-    @property
-    def states(self) -> dict[str, tuple[str, float]]:
-        """The state of each roll-out ("paused" while it is), and the share that its candidate serves, for metrics."""
-        return {name: ("paused" if r.paused else r.state, r.share) for name, r in self._rollouts.items()}
 
     # ---------------------------------------------------------------- the file
     def restore(self) -> None:
@@ -260,9 +189,8 @@ class Rollouts(StepExtension):
                 self._rollouts[name].begin("declared in the settings", None)
             self._rollouts |= restored
             self._abort_conflicts(restored.keys() - self._declared.keys())
-        self._index()
         if self._rollouts:
-            self._write_now()
+            self._write()
 
     def _restore_one(self, saved: SavedRollout) -> Rollout | None:
         """Return a roll-out as the file has it; None if that of the settings replaces it, or if it was removed there.
@@ -329,23 +257,19 @@ class Rollouts(StepExtension):
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(described))
         return plain
 
-    def _index(self) -> None:
-        self._by_from = {r.settings.from_: r for r in self._rollouts.values() if r.holds_requests}
-
     def _save_changes(self) -> None:
         """Write the state at once if that of any roll-out has changed."""
         if any(rollout.is_changed for rollout in self._rollouts.values()):
-            self._index()
-            self._write_now()
+            self._write()
 
-    def _write_now(self) -> None:
+    def _write(self) -> None:
         self._saved_at = self._clock()
         self._store.write(self._collect())
 
     def close(self) -> None:
-        """Write what is new, and release the file: another engine may go on with the roll-outs."""
+        """Write what is new, and release the file: another server may go on with the roll-outs."""
         if self._has_unsaved:
-            self._write_now()
+            self._write()
         self._store.close()
 
     def _collect(self) -> list[SavedRollout]:

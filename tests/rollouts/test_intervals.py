@@ -9,7 +9,7 @@ from statistics import NormalDist, fmean, stdev
 import numpy as np
 import pytest
 
-from server.engine.rollouts.intervals import (
+from server.rollouts.intervals import (
     clustered_mean,
     clustered_share,
     count_effective,

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from config.rollouts import RolloutSettings
-from server.engine.rollouts.guard import GuardVerdict, StageStatistics, judge
-from server.engine.rollouts.statistics import ArmStatistics, FidelityStatistics
-from server.engine.rollouts.store import RolloutChange, RolloutState, SavedRollout
 from server.engine.scheduling.request import RequestError
-from server.records import RequestFidelity, RequestRecord
+from server.records import REPORT_CONFIDENCE, RequestFidelity, RequestRecord
+from server.rollouts.guard import GuardVerdict, StageStatistics, judge
+from server.rollouts.statistics import ArmStatistics, FidelityStatistics
+from server.rollouts.store import RolloutChange, RolloutState, SavedRollout
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ RolloutAction = Literal["pause", "resume", "advance", "abort"]
 MAX_HISTORY = 100  # number of changes that are kept
 EVERY_REQUEST = 100  # up to this number of requests in a stage, the guard looks after each of them
 JUDGE_SECONDS = 0.5  # after that, it looks at most once in this time, as a look takes a millisecond
-REPORT_CONFIDENCE = 0.95  # of the intervals that are shown; a guard's own are wider
 
 
 class Rollout:

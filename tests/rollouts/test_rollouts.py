@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from server.engine.rollouts.assignment import compute_position
+from server.engine.scheduling.assignment import compute_position
 from server.engine.scheduling.request import RequestError
-from tests.engine.rollouts.rollout_driver import BAD_KL, RolloutDriver, make_fidelity, make_record
+from tests.rollouts.rollout_driver import BAD_KL, RolloutDriver, make_fidelity, make_record
 
 ROLLOUT: dict[str, Any] = {
     "from": "paged",
@@ -72,11 +72,11 @@ def test_the_conversations_of_two_roll_outs_are_independent() -> None:
     assert both == pytest.approx(1000, abs=130)
 
 
-@pytest.mark.parametrize("reason", ["request", "header", "model"])
-def test_a_request_that_names_its_instance_keeps_it(driver: RolloutDriver, reason: str) -> None:
+@pytest.mark.parametrize("place", ["request", "header", "model"])
+def test_a_request_that_names_its_instance_keeps_it(driver: RolloutDriver, place: str) -> None:
     advance_to(driver, 4)
-    assert driver.choose(reason=reason)[:2] == ("paged", reason)
-    assert driver.choose(reason="rule 0")[:2] == ("small", "rollout r: complete")
+    assert driver.choose(kv_cache="paged", named_by=place)[:2] == ("paged", place)
+    assert driver.choose()[:2] == ("small", "rollout r: complete")
 
 
 def test_a_request_can_opt_out(driver: RolloutDriver) -> None:
@@ -87,14 +87,15 @@ def test_a_request_can_opt_out(driver: RolloutDriver) -> None:
 def test_requests_of_a_rule_are_shadowed_without_a_roll_out(rng: random.Random) -> None:
     rules = [{"use": "paged", "shadow": "window", "min_prompt_tokens": 5}, {"use": "paged"}]
     driver = RolloutDriver(rng, rules=rules)
-    assert driver.choose(reason="rule 0")[:3] == ("paged", "rule 0", "window")
-    assert driver.choose(reason="rule 1")[:3] == ("paged", "rule 1", None)
-    assert driver.choose(reason="rule 0", rollouts=False).shadow is None
+    assert driver.choose(prompt_tokens=5)[:3] == ("paged", "rule 0", "window")
+    assert driver.choose(prompt_tokens=4)[:3] == ("paged", "rule 1", None)
+    assert driver.choose(prompt_tokens=5, rollouts=False).shadow is None
 
 
 def test_no_request_goes_to_a_candidate_that_gets_none(driver: RolloutDriver) -> None:
     advance_to(driver, 3)
-    assert driver.choose(usable=lambda name: name != "small")[:2] == ("paged", "default")
+    assert driver.choose(usable=lambda name: name != "small")[:3] == ("paged", "default", None)
+    driver.rollouts.roll_back_unusable(["small"])
     assert driver.show()["state"] == "rolled_back"
     assert "gets no requests after repeated faults" in driver.show()["reason"]
 
@@ -145,8 +146,8 @@ def test_a_candidate_that_diverges_is_rolled_back(
     assert "the mean KL divergence is" in found["reason"]
     assert "at most 0.05 is allowed" in found["reason"]
     assert f"roll-out r: {STAGES[stage]}" in caplog.text
-    assert driver.rollouts.collect_rollbacks() == ["r"]
-    assert driver.rollouts.collect_rollbacks() == []
+    assert driver.rollouts.list_splits().rolled_back == ["r"]
+    assert driver.rollouts.list_splits().rolled_back == []
     assert driver.choose()[:3] == ("paged", "default", None)
     driver.wait(10_000)
     assert driver.show()["state"] == "rolled_back", "it does not begin again by itself"
@@ -208,7 +209,7 @@ def test_requests_that_name_their_instance_are_not_counted(driver: RolloutDriver
     for _ in range(20):
         driver.rollouts.observe([], [make_record("small", rollout="r", outcome="error", conversation=None)])
     assert driver.show()["canary"]["requests"] == 0
-    assert not driver.choose(reason="request").is_counted
+    assert not driver.choose(kv_cache="paged").is_counted
     assert driver.choose().is_counted
 
 
@@ -253,9 +254,9 @@ def test_a_request_that_the_candidate_cannot_hold_stays(driver: RolloutDriver) -
 
 
 def test_a_candidate_in_quarantine_is_rolled_back_at_once(driver: RolloutDriver) -> None:
-    driver.rollouts.quarantined(["window"])
+    driver.rollouts.roll_back_unusable(["window"])
     assert driver.show()["state"] == "shadow"
-    driver.rollouts.quarantined(["small"])
+    driver.rollouts.roll_back_unusable(["small"])
     assert driver.show()["state"] == "rolled_back"
     assert "gets no requests after repeated faults" in driver.show()["reason"]
 
@@ -266,7 +267,7 @@ def test_a_pause_keeps_the_stage_and_the_guard(driver: RolloutDriver) -> None:
     driver.serve(100)
     driver.wait(1000)
     assert driver.show()["paused"]
-    assert driver.rollouts.states == {"r": ("paused", 0.0)}
+    assert driver.rollouts.list_splits().states == {"r": ("paused", 0.0)}
     assert labels(driver)[-1] == "shadow, paused"
     driver.rollouts.control("r", "resume", "key 1")
     driver.wait(1)
@@ -284,7 +285,7 @@ def test_what_an_operator_did_is_in_the_log_and_the_history(
         driver.rollouts.control("r", "abort", "key 3c4d")
     assert [change["by"] for change in driver.show()["history"]] == [None, "key 1a2b", "key 3c4d"]
     assert "(by key 3c4d)" in caplog.text
-    assert driver.rollouts.collect_rollbacks() == [], "an abort is no roll-back"
+    assert driver.rollouts.list_splits().rolled_back == [], "an abort is no roll-back"
     assert driver.choose()[:4] == ("paged", "default", None, None)
 
 

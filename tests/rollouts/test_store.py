@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.rollouts.rollout_driver import INSTANCES, RolloutDriver
-from tests.engine.rollouts.test_rollouts import ROLLOUT, advance_to
+from tests.rollouts.rollout_driver import INSTANCES, RolloutDriver
+from tests.rollouts.test_rollouts import ROLLOUT, advance_to
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_a_full_disk_stops_nothing(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("server.engine.rollouts.store._replace", fail)
+        patch.setattr("server.rollouts.store._replace", fail)
         advance_to(driver, 2)
     assert driver.show()["stage"] == 2
     assert caplog.text.count("No space left on device") == 1
@@ -180,8 +180,8 @@ def test_what_a_full_disk_kept_back_is_written_later(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("server.engine.rollouts.store._replace", fail)
-        driver.rollouts.quarantined(["small"])
+        patch.setattr("server.rollouts.store._replace", fail)
+        driver.rollouts.roll_back_unusable(["small"])
         driver.wait(5)
     driver.wait(5)
     stop(driver)

@@ -1,0 +1,130 @@
+"""The process that controls roll-outs: learns from the engine what became of requests, and says how to divide them.
+
+Ends neither with the engine nor with the API workers: roll-outs go on when the engine has been restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from time import monotonic
+from typing import Any
+
+import msgspec
+
+from config.settings import Settings
+from server.engine.ipc.messages import (
+    Answer,
+    ControlRollout,
+    Failed,
+    FromEngine,
+    Hello,
+    RolloutAnswer,
+    RolloutQuery,
+    RolloutQuestion,
+    RolloutSamples,
+    SetSplits,
+    StartRollout,
+    ToEngine,
+)
+from server.engine.ipc.socket_client import EngineSocket
+from server.engine.scheduling.request import RequestError
+from server.processes.child_process import STOP_SIGNAL
+from server.processes.heartbeat import Heartbeat
+from server.rollouts.rollouts import Rollouts
+from server.rollouts.start import choose_rollouts_file
+from server.rollouts.store import RolloutStore
+
+log = logging.getLogger(__name__)
+
+UPDATE_SECONDS = 0.1  # between two looks whether a stage has lasted long enough
+
+
+def run(settings: Settings, socket_path: str, heartbeat: Heartbeat) -> None:
+    """Control the roll-outs of the engine at `socket_path` until STOP_SIGNAL."""
+    rollouts = Rollouts(settings, RolloutStore(choose_rollouts_file(settings)))
+    rollouts.restore()
+    try:
+        asyncio.run(control(rollouts, socket_path, heartbeat))
+    finally:
+        rollouts.close()
+
+
+async def control(rollouts: Rollouts, socket_path: str | os.PathLike[str], heartbeat: Heartbeat) -> None:
+    """Exchange messages with the engine until STOP_SIGNAL."""
+    stopping = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(STOP_SIGNAL, stopping.set)
+    controller = Controller(rollouts)
+    socket = EngineSocket(socket_path, lambda event: _send(socket, controller.handle(event)), controller.disconnect)
+    connecting = asyncio.create_task(socket.stay_connected())
+    while not stopping.is_set():
+        heartbeat.beat()
+        _send(socket, controller.update())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), UPDATE_SECONDS)
+    connecting.cancel()
+
+
+def _send(socket: EngineSocket, messages: list[ToEngine]) -> None:
+    if messages:
+        socket.send(*messages)  # without a connection, `handle` sends all that matters again after the next Hello
+
+
+class Controller:
+    """Turns the engine's messages into what the engine is told."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
+        self._is_connected = False
+        self._sent: SetSplits | None = None  # the last one on this connection
+
+    def handle(self, event: FromEngine) -> list[ToEngine]:
+        """Return the answers to an event of the engine."""
+        match event:
+            case Hello():
+                self._is_connected, self._sent = True, None
+            case RolloutSamples(records, fidelities, unusable):
+                self._rollouts.roll_back_unusable(unusable)
+                self._rollouts.observe(fidelities, records)
+            case RolloutQuestion(worker, query_id, query):
+                answer = RolloutAnswer(worker, self._answer(query_id, query))
+                return [*self.update(), answer]  # so that what a command has changed holds once it is answered
+        return self.update()
+
+    def disconnect(self) -> None:
+        """Note that the engine has ended."""
+        self._is_connected = False
+
+    def update(self) -> list[ToEngine]:
+        """Let stages advance whose time has come; return how to divide requests from now on, if that has changed."""
+        self._rollouts.update()
+        if not self._is_connected:
+            return []
+        splits = self._rollouts.list_splits()
+        if splits == self._sent:
+            return []
+        self._sent = msgspec.structs.replace(splits, rolled_back=[])
+        return [splits]
+
+    def _answer(self, query_id: int, query: RolloutQuery) -> Answer:
+        created_at = monotonic()
+        try:
+            return Answer(query_id, msgspec.json.encode(self._run(query)), created_at=created_at)
+        except RequestError as error:
+            return Answer(query_id, b"", error.to_message(), created_at)
+        except Exception:
+            log.exception("failed to answer %s", query if isinstance(query, str) else type(query).__name__)
+            failed = Failed("", 500, "the answer about roll-outs failed; the server's log has the cause")
+            return Answer(query_id, b"", failed, created_at)
+
+    def _run(self, query: RolloutQuery) -> dict[str, Any]:
+        match query:
+            case StartRollout(name, settings, by):
+                return self._rollouts.start(name, settings, by)
+            case ControlRollout(name, action, by):
+                return self._rollouts.control(name, action, by)
+            case "fidelity":
+                return self._rollouts.describe_fidelity()
+        return self._rollouts.describe()
