@@ -34,6 +34,7 @@ from plugin_kit.driver.texts import rotate
 from plugin_kit.driver.visible import ROUNDING, Definition, check_keys, list_seen, place_keys, replace_kept
 from plugin_kit.driver.world import World
 from server.engine.batch import Batch, RowInput
+from server.engine.instance_reports import read_usage
 
 LAYERS = (LayerSpec(1, 2, 4, 4, scale=1.0, rotate=rotate), LayerSpec(2, 2, 4, 4, window=6, scale=2.0, rotate=rotate))
 LONGEST = 20
@@ -355,7 +356,7 @@ class History:
         """Assert that the bookkeeping of all caches agrees with the memory and the open sequences."""
         self.world.check_integrity()
         for name, cache_ in self.world.caches.items():
-            usage, held = find_instance(cache_).usage(), self.memory.get_held_bytes(name)
+            usage, held = read_usage(find_instance(cache_)), self.memory.get_held_bytes(name)
             assert usage.reserved == held, f"usage(): reserved is {usage.reserved}, and {held} bytes of blocks are held"
             assert usage.reserved == usage.used + usage.idle + usage.wasted, f"usage() does not add up: {usage}"
             assert min(usage) >= 0, f"usage() has a negative number: {usage}"

@@ -18,6 +18,7 @@ from plugin_kit.driver.world import POISON, World
 from plugin_kit.promise import Promise
 from plugin_kit.strategies.trial import LENGTH, NAME, StrategyTrial, get_cache, read_rows
 from server.engine.batch import Batch
+from server.engine.instance_reports import read_usage
 
 
 # ---------------------------------------------------------------- what is read and written
@@ -116,7 +117,7 @@ def check_usage(trial: StrategyTrial) -> None:
         readings.append(trial.open(world, 60, seed=i))
         rows = [(reading, n) for reading in readings if (n := reading.chunk(trial.rng.choice([1, 7, 30])))]
         step(rows)
-        usage = find_instance(get_cache(world)).usage()
+        usage = read_usage(find_instance(get_cache(world)))
         held = world.memory.held_bytes
         assert usage.reserved == held, f"usage(): reserved is {usage.reserved}, and {held} bytes of blocks are held"
         parts = usage.used + usage.idle + usage.wasted

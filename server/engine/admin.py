@@ -19,6 +19,7 @@ from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.info import describe_share, describe_tokens
 from server.engine.instance import Instance
+from server.engine.instance_reports import count_tokens, read_usage
 from server.engine.ipc.messages import (
     Abort,
     Clear,
@@ -125,7 +126,7 @@ def _unpin(instance: Instance, pin_id: str) -> dict[str, Any]:
 
 def _inspect(core: Core, instance: Instance) -> dict[str, Any]:
     answer: dict[str, Any] = {"name": instance.name, **describe_share(core.memory, instance.name)}
-    answer["usage"] = instance.usage()._asdict()
+    answer["usage"] = read_usage(instance)._asdict()
     answer["requests"] = [
         {
             "id": request.key[1],
@@ -134,7 +135,9 @@ def _inspect(core: Core, instance: Instance) -> dict[str, Any]:
             "generated_tokens": request.num_output_tokens,
             "cached_tokens": request.num_cached_tokens,
             "preemptions": request.num_preemptions,
-            **describe_tokens(instance.count_tokens([] if request.sequence is None else [request.num_computed_tokens])),
+            **describe_tokens(
+                count_tokens(instance, [] if request.sequence is None else [request.num_computed_tokens])
+            ),
         }
         for request in (*core.scheduler.running, *core.scheduler.waiting)
         if request.instance is instance

@@ -28,6 +28,7 @@ from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.device import device_memory
 from server.engine.instance import Instance
+from server.engine.instance_reports import count_tokens, read_blocks, read_budget, read_usage
 from server.records import EngineInfo, EngineState, KVTokens, Role
 from server.version import get_version
 
@@ -141,8 +142,8 @@ def describe_instance(core: Core, declared: DeclaredInstance) -> dict[str, Any]:
         "kind": declared.kind,
         "state": "quarantined" if name in core.isolation.quarantined else "ok",
         **describe_share(core.memory, name),
-        "usage": instance.usage()._asdict(),
-        **describe_tokens(instance.count_tokens()),
+        "usage": read_usage(instance)._asdict(),
+        **describe_tokens(count_tokens(instance)),
     }
 
 
@@ -163,7 +164,7 @@ def describe_caches(engine: Engine) -> list[dict[str, Any]]:
             **describe_instance(engine.core, d),
             "options": d.options.model_dump(),
             "contract": engine.core.instances[d.name].contract._asdict(),
-            "budget_tokens": engine.core.instances[d.name].budget(engine.max_seq_len),
+            "budget_tokens": read_budget(engine.core.instances[d.name], engine.max_seq_len),
             "compactions": asdict(engine.core.compactions[d.name]),
         }
         for d in engine.instances
@@ -197,14 +198,14 @@ def read_engine_state(engine: Engine, processes: Mapping[Role, int]) -> EngineSt
     """Return the engine's state for metrics. Takes time proportional to the number of open sequences and blocks."""
     core, memory, scheduler = engine.core, engine.core.memory, engine.core.scheduler
     longest = scheduler.limits.max_seq_len
-    budgets = {name: instance.budget(longest) for name, instance in core.instances.items()}
+    budgets = {name: read_budget(instance, longest) for name, instance in core.instances.items()}
     return EngineState(
         running=Counter(request.instance.name for request in scheduler.running),
         waiting=scheduler.count_waiting(),
-        usage={name: instance.usage() for name, instance in core.instances.items()},
-        tokens={name: instance.count_tokens() for name, instance in core.instances.items()},
+        usage={name: read_usage(instance) for name, instance in core.instances.items()},
+        tokens={name: count_tokens(instance) for name, instance in core.instances.items()},
         budget_tokens={name: longest if budget is None else budget for name, budget in budgets.items()},
-        blocks={name: instance.blocks() for name, instance in core.instances.items()},
+        blocks={name: read_blocks(instance) for name, instance in core.instances.items()},
         floor_bytes={name: memory.get_share(name).floor for name in core.instances},
         quarantined=core.isolation.quarantined,
         pool_held=memory.held_bytes,

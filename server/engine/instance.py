@@ -8,27 +8,19 @@ neither requests nor what follows from a fault (isolation/quarantine.py).
 
 from __future__ import annotations
 
-import json
 import logging
 import operator
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
-import msgspec
-import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache, KVSequence, Locations, Rows
 from cache_strategies.errors import StrategyError
 from cache_strategies.features import (
     BlockCounting,
-    BlockDescribing,
-    BlockMarking,
-    Budgeted,
     Pinning,
-    PrefixListing,
-    Reporting,
     SelfChecking,
 )
 from cache_strategies.memory import Memory, Region
@@ -36,11 +28,6 @@ from cache_strategies.states.cache import StateCache, StateSequence
 from cache_strategies.types import (
     NO_SALT,
     BlockEvents,
-    BlockInfo,
-    Blocks,
-    BlockState,
-    CachedPrefix,
-    CacheUsage,
     Contract,
     Miss,
     Salt,
@@ -51,15 +38,14 @@ from kernels.ops import KVLocation, QueryTap
 from kernels.states import States
 from server.engine.calls import CallObserver, NoObserver
 from server.engine.guard import Guards
-from server.engine.isolation.checks import check_locations, check_owner, check_tap, describe
-from server.records import Compaction, KVTokens
+from server.engine.isolation.checks import check_int, check_locations, check_owner, check_tap, describe, to_plain
+from server.records import Compaction
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 LOG_INTERVAL = 60.0  # seconds between two log messages about faults of the same method
-MAX_REPORT_BYTES = 1 << 26  # of a report in JSON
 MISSES = {*get_args(Miss), None}
 
 
@@ -187,11 +173,11 @@ class Instance:
         self._close(sequence)
 
     def _close(self, sequence: Any) -> None:
-        self._attempt("close", lambda: sequence.close(), None)
+        self.attempt("close", lambda: sequence.close(), None)
 
     def mark_spoiled(self, sequence: KVSequence) -> None:
         """Keep others from reusing NaN; called before close()."""
-        self._attempt("close", lambda: setattr(sequence, "spoiled", True), None)
+        self.attempt("close", lambda: setattr(sequence, "spoiled", True), None)
 
     def read_length(self, sequence: KVSequence, known: int) -> int:
         """Return the length of a sequence of which no row was committed; called under a guard.
@@ -257,7 +243,7 @@ class Instance:
         """The bytes that evict() could free, at most those that the instance holds."""
         if self._keeps_idle_blocks:
             return 0
-        idle = self._attempt("idle_bytes", lambda: operator.index(self.cache.idle_bytes), 0)
+        idle = self.attempt("idle_bytes", lambda: operator.index(self.cache.idle_bytes), 0)
         return max(0, min(idle, self.memory.get_held_bytes(self.name)))
 
     def evict(self, num_bytes: int) -> int:
@@ -266,7 +252,7 @@ class Instance:
         If they are fewer than idle_bytes promised, no block counts as idle any more: others could not get its memory.
         """
         before, promised = self.memory.get_held_bytes(self.name), min(num_bytes, self.idle_bytes)
-        self._attempt("evict", lambda: self.cache.evict(num_bytes), 0)
+        self.attempt("evict", lambda: self.cache.evict(num_bytes), 0)
         freed = max(0, before - self.memory.get_held_bytes(self.name))
         if freed < promised:
             self._keeps_idle_blocks = True
@@ -283,7 +269,7 @@ class Instance:
             pinned, own = strategy.pinned_blocks(), self.memory.list_regions(self.name)
             return {region: {*map(operator.index, pinned[region])} for region in own if region in pinned}
 
-        return self._attempt("pinned_blocks", list_own, {})
+        return self.attempt("pinned_blocks", list_own, {})
 
     def count_pinned_bytes(self) -> int:
         return sum(len(blocks) * region.size for region, blocks in self.pinned_blocks().items())
@@ -296,7 +282,7 @@ class Instance:
     # ---------------------------------------------------------------- a step
     def poll(self) -> None:
         if self._polls:
-            self._attempt("poll", self.cache.poll, None)
+            self.attempt("poll", self.cache.poll, None)
 
     def locate(self, rows: Rows, lengths: Sequence[int]) -> LocatedRows:
         """Let the strategy locate rows after `lengths` tokens; what plug-ins say is checked. Raises StrategyError."""
@@ -382,45 +368,11 @@ class Instance:
         with self.guard["compact"]:
             return bool(sequence.compact())
 
-    # ---------------------------------------------------------------- reports
-    def report(self, method: str, kind: Any, default: T, *args: Any, target: object = None) -> T:
-        """Return what a method of the strategy (or `target`) reports, as plain values of a type.
-
-        After a fault return the default.
-        """
-        target = target or self.strategy
-        return self._attempt(method, lambda: to_plain(getattr(target, method)(*args), kind), default)
-
-    def usage(self) -> CacheUsage:
-        """Return the memory by use: as the strategy reports it, or as far as the engine knows."""
-        held, idle = self.memory.get_held_bytes(self.name), self.idle_bytes
-        known = CacheUsage(self.num_open, sum(self._read_lengths()), held, held - idle, idle, 0, self.limit_bytes)
-        strategy, states = self.strategy, self.states
-        if not isinstance(strategy, Reporting):
-            return known
-
-        def read() -> CacheUsage:
-            usage: CacheUsage = to_plain(strategy.usage(), CacheUsage)
-            return usage if states is None else states.add_usage(usage)
-
-        return self._attempt("usage", read, known)
-
-    def _read_lengths(self) -> list[int]:
+    # ---------------------------------------------------------------- what it says of itself (instance_reports.py)
+    def read_lengths(self) -> list[int]:
         """Return the lengths of all open sequences; none after a fault."""
         opened = self._open.values()
-        return self._attempt("usage", lambda: [check_int("the length of a sequence", s.length) for s in opened], [])
-
-    def blocks(self) -> Blocks:
-        return self.report("blocks", Blocks, Blocks()) if isinstance(self.strategy, Reporting) else Blocks()
-
-    def count_tokens(self, lengths: Iterable[int] | None = None) -> KVTokens:
-        """Return the kept and dropped tokens of sequences with these lengths, by default of all that are open.
-
-        After a fault none counts as dropped.
-        """
-        lengths = self._read_lengths() if lengths is None else list(lengths)
-        dropped = 0 if self.contract.exact else self.count_dropped_tokens(lengths)
-        return KVTokens(sum(lengths) - dropped, dropped)
+        return self.attempt("usage", lambda: [check_int("the length of a sequence", s.length) for s in opened], [])
 
     def count_dropped_tokens(self, lengths: Iterable[int]) -> int:
         """Return how many tokens of sequences with these lengths are dropped (visible.py); 0 after a fault."""
@@ -428,65 +380,10 @@ class Instance:
         def count(length: int) -> int:
             return check_int("the number of dropped tokens", count_dropped_tokens(self.strategy, length), length)
 
-        return self._attempt("count_visible", lambda: sum(map(count, lengths)), 0)
-
-    def budget(self, length: int) -> int | None:
-        """Return how many tokens of a text are kept at most; None: there is no budget, or after a fault."""
-        strategy = self.strategy
-        if not isinstance(strategy, Budgeted):
-            return None
-
-        def read() -> int | None:
-            budget = strategy.budget(length)
-            return None if budget is None else check_int("the budget", budget, length)
-
-        return self._attempt("budget", read, None)
-
-    def list_prefixes(self, limit: int) -> tuple[Sequence[CachedPrefix], int]:
-        """Return up to `limit` nodes of the tree of cached prefixes, and the number of others; after a fault, none."""
-        if not isinstance(self.strategy, PrefixListing):
-            return (), 0
-        nothing: tuple[Sequence[CachedPrefix], int] = ((), 0)
-        kind = tuple[Annotated[list[CachedPrefix], msgspec.Meta(max_length=limit)], int]
-        return self.report("list_prefixes", kind, nothing, limit)
-
-    def read_block_states(self, region: Region) -> Tensor:
-        """Return the `BlockState` by page of a region, uint8: of its blocks at their first pages, FREE elsewhere.
-
-        Blocks are IN_USE if the strategy marks none, or after a fault.
-        """
-        states = torch.zeros(region.placement.extent, dtype=torch.uint8)
-        used = torch.tensor(region.placement.list_used(), dtype=torch.int64)
-        states[used] = int(BlockState.IN_USE)
-        marking = self._find_user(region)
-        if self.is_suspended or not isinstance(marking, BlockMarking):
-            return states
-        marks = states.clone()
-        try:
-            with self.guard["mark_blocks"]:
-                marking.mark_blocks(region, marks)
-                if marks.shape != states.shape or marks.dtype != states.dtype:
-                    raise ValueError(f"it turned the states, {list(states.shape)}, into {list(marks.shape)}")
-                is_known = (marks[used] > int(BlockState.FREE)) & (marks[used] <= max(BlockState))
-                states[used] = torch.where(is_known, marks[used], states[used])
-        except StrategyError:
-            pass
-        return states
-
-    def describe_block(self, region: Region, block: int) -> BlockInfo | None:
-        """Return what the strategy knows about one of its blocks, if anything."""
-        user = self._find_user(region)
-        if not isinstance(user, BlockDescribing):
-            return None
-        info: BlockInfo | None = self.report("describe_block", BlockInfo | None, None, region, block, target=user)
-        return info
-
-    def _find_user(self, region: Region) -> object:
-        """Return what keeps its blocks in a region: the strategy, or the states beside it."""
-        states = self.states
-        return states.slots if states is not None and region is states.slots.region else self.strategy
+        return self.attempt("count_visible", lambda: sum(map(count, lengths)), 0)
 
     def collect_block_events(self) -> BlockEvents | None:
+        """Return what has happened to blocks since the last call."""
         strategy = self._block_counting
         if strategy is None:
             return None
@@ -495,7 +392,7 @@ class Instance:
             events = strategy.collect_block_events()
             return None if events is None else to_plain(events, BlockEvents)  # None after most steps
 
-        return self._attempt("collect_block_events", collect, None)
+        return self.attempt("collect_block_events", collect, None)
 
     def check_integrity(self) -> None:
         """Check the strategy's bookkeeping; an AssertionError stays one, as it shows a bug."""
@@ -510,7 +407,7 @@ class Instance:
             target = self.cache if hasattr(self.cache, method) else self.strategy
             return to_plain(getattr(target, method)(*args, **kwargs), kind)
 
-    def _attempt(self, guard: str, run: Callable[[], T], default: T) -> T:
+    def attempt(self, guard: str, run: Callable[[], T], default: T) -> T:
         """Return what is computed under a guard; in quarantine or after a fault, which ends nothing, the default."""
         if self.is_suspended:
             return default
@@ -530,21 +427,3 @@ def _check_found(sequence: KVSequence, length: int) -> None:
     check_int("the number of found tokens of a sequence", sequence.found, length)
     if sequence.miss not in MISSES:
         raise ValueError(f"a sequence has the unknown miss {describe(sequence.miss)}")
-
-
-def check_int(what: str, found: Any, most: int = 2**62) -> int:
-    """Return an int from 0 to `most`. Raises TypeError or ValueError for anything else."""
-    if type(found) is not int:
-        raise TypeError(f"{what} is {describe(found)}, not an int")
-    if not 0 <= found <= most:
-        raise ValueError(f"{what} is {found}, which must be from 0 to {most}")
-    return found
-
-
-def to_plain(found: Any, kind: Any) -> Any:
-    """Return what a method reported as values of a type. Raises ValueError or TypeError if JSON cannot hold them."""
-    builtins = msgspec.to_builtins(found, enc_hook=operator.index)  # of numpy's integers
-    size = len(json.dumps(builtins, allow_nan=False, ensure_ascii=False).encode())  # refuses halves of surrogate pairs
-    if size > MAX_REPORT_BYTES:
-        raise ValueError(f"it returned {size} bytes of JSON, more than {MAX_REPORT_BYTES}")
-    return msgspec.convert(builtins, kind)

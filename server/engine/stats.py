@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
+from server.engine.instance_reports import read_budget
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.step import Scheduled
 from server.records import (
@@ -113,7 +114,7 @@ def make_request_record(
         kv_bytes=request.kv_bytes if times.admitted else 0,
         kept_tokens=tokens.kept,
         dropped_tokens=tokens.dropped,
-        budget_tokens=None if outcome == "error" else request.instance.budget(sum(tokens)),
+        budget_tokens=None if outcome == "error" else read_budget(request.instance, sum(tokens)),
         compactions=request.num_compactions,
         compaction_seconds=request.compaction_seconds,
         queue_seconds=between(times.arrived, times.admitted),

@@ -15,6 +15,7 @@ import torch
 
 from config.errors import SettingsError
 from server.api.openai.request_models import SamplingRequest
+from server.engine.instance_reports import read_usage
 from server.llm import LLM, GenerationError, SamplingOptions
 from server.text.errors import GrammarError
 from tests.end_to_end.server_process import Server, serving
@@ -124,9 +125,9 @@ def test_pieces_are_the_whole_and_come_when_they_are_asked_for(llm: LLM) -> None
     whole = llm.generate(PROMPT, max_tokens=20, temperature=0)
     stream = llm.stream(PROMPT, max_tokens=20, temperature=0)
     pieces = [next(stream)]
-    assert llm.engine.core.instances["paged"].usage().seats == 1
+    assert read_usage(llm.engine.core.instances["paged"]).seats == 1
     pieces += stream
-    assert llm.engine.core.instances["paged"].usage().seats == 0
+    assert read_usage(llm.engine.core.instances["paged"]).seats == 0
     assert "".join(piece.text for piece in pieces) == whole.text
     assert [piece.token_id for piece in pieces] == whole.token_ids
     assert [piece.finish_reason for piece in pieces] == [None] * 19 + ["length"]
@@ -210,7 +211,7 @@ def test_no_other_token_than_the_allowed_ones_is_drawn(llm: LLM) -> None:
 def nothing_is_left(llm: LLM) -> bool:
     """Return whether no request is left, and no memory is in use."""
     core = llm.engine.core
-    usages = [instance.usage() for instance in core.instances.values()]
+    usages = [read_usage(instance) for instance in core.instances.values()]
     core.check_integrity()
     return not core.busy and all((each.seats, each.tokens, each.used) == (0, 0, 0) for each in usages)
 

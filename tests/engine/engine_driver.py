@@ -23,6 +23,7 @@ from config.settings import Settings
 from server.engine.batch import attend_at
 from server.engine.build import Engine, build_engine
 from server.engine.extension import StepExtension
+from server.engine.instance_reports import read_usage
 from server.engine.ipc.messages import (
     Admitted,
     Caching,
@@ -205,19 +206,19 @@ class Driver:
         assert waiting == sorted(waiting, key=lambda r: r.queue_key)
         assert all(request.sequence is not None for request in running)
         assert all(request.sequence is None for request in waiting)
-        seats = sum(cache.usage().seats for cache in self.core.instances.values())
+        seats = sum(read_usage(cache).seats for cache in self.core.instances.values())
         assert len(running) + sum(map(len, self._with_seats)) == seats
 
     def assert_nothing_leaked(self) -> None:
         """Assert that no request is left, and that all memory is free once idle memory is evicted."""
         assert not self.core.busy
         for cache in self.core.instances.values():
-            usage = cache.usage()
+            usage = read_usage(cache)
             assert (usage.seats, usage.tokens, usage.used) == (0, 0, 0), (cache.name, usage)
             fills_pages = all(store.block_bytes % store.page_bytes == 0 for store in cache.strategy.stores)
             assert usage.wasted == 0 or not fills_pages, (cache.name, usage)
             cache.evict(self.core.memory.planned_bytes)
-            assert cache.usage().reserved == 0, cache.name
+            assert read_usage(cache).reserved == 0, cache.name
         assert self.core.memory.held_bytes == 0
 
     def block_bytes(self, name: str = "paged") -> int:
@@ -231,7 +232,7 @@ class Driver:
     @property
     def free_bytes(self) -> int:
         """Return the free bytes of the KV memory, including idle memory."""
-        idle = sum(cache.usage().idle for cache in self.core.instances.values())
+        idle = sum(read_usage(cache).idle for cache in self.core.instances.values())
         return self.core.memory.free_bytes + idle
 
     @property

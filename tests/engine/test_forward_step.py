@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from server.engine.instance_reports import read_usage
 from server.models.no_cache import full_context_logits
 from server.sequence import CachedSequence
 from tests.cache_strategies.cache_driver import find_cached
@@ -54,5 +55,5 @@ def test_embeddings_without_a_token_are_never_shared(driver: Driver) -> None:
         for position in range(64):
             model.forward_step(torch.randn(1, 1, model.config.hidden_size), position, sequence)
         sequence.close()
-    assert cache.usage().idle == 0
+    assert read_usage(cache).idle == 0
     assert find_cached(cache, [-1] * 64) == 0

@@ -23,6 +23,7 @@ from server.engine.info import (
     make_engine_info,
     read_engine_state,
 )
+from server.engine.instance_reports import count_tokens
 from server.engine.ipc.messages import Inspect
 from server.metrics.registry import Metrics
 from server.processes.cgroups import MemoryLimit
@@ -110,7 +111,7 @@ def test_a_wrong_number_of_dropped_tokens_is_one_fault_and_counts_as_none(
     for _ in range(6):
         driver.step()
     driver.core.instances["ring"].strategy.count_visible = lambda layer, length: count  # type: ignore[method-assign]
-    tokens = driver.core.instances["ring"].count_tokens()
+    tokens = count_tokens(driver.core.instances["ring"])
     assert tokens == (sum(request.sequence.length for request in driver.requests if request.sequence is not None), 0)
     assert driver.step().report.failures == {"ring": 1}, "not one for each sequence"
     assert "cache strategy 'ring' failed in count_visible()" in caplog.text

@@ -22,6 +22,7 @@ from kernels.cpu.backend import CpuOps
 from kernels.ops import GatedMLP, Ops
 from kernels.tracing import OpCounter
 from server.engine.batch import Batch
+from server.engine.instance_reports import count_tokens
 from server.models.decoder import Decoder
 from tests.engine.engine_driver import Driver
 from tests.models.random_models import CONFIGS, save_random_model
@@ -213,7 +214,7 @@ def test_what_is_not_kept_or_not_chosen_is_not_read(models: dict[int, Path], nam
     read, tokens = dict[str, int](), dict[str, int]()
     for each in ("paged", name):
         with decoding(models[LAYERS[0]], each) as driver:
-            kept = driver.core.instances[each].count_tokens().kept
+            kept = count_tokens(driver.core.instances[each]).kept
             tokens[each] = kept + SEQUENCES  # the new ones, too
             with driver.core.tracer.record(OpCounter()) as counter:
                 driver.core.step()

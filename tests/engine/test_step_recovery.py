@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cache_strategies.base import KVCache, Locations, Rows
 from kernels.ops import Attention
+from server.engine.instance_reports import read_usage
 from server.engine.results import StepResult
 from tests.engine.engine_driver import Driver, compute_by_hooks, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
@@ -125,7 +126,7 @@ def test_one_that_comes_back_ends_that_strategys_rows_and_no_others(
             assert heard.failed.message.startswith(f"cache strategy '{instance}' failed in ")
             assert "(): ValueError: broken on purpose" in heard.failed.message
     assert [record.outcome for record in result.finished] == ["error", "error"]
-    assert driver.core.instances[instance].usage().used == 0
+    assert read_usage(driver.core.instances[instance]).used == 0
     driver.run()
     assert_right(driver, reference, without=instance)
 

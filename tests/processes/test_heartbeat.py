@@ -13,7 +13,9 @@ from server.processes import heartbeat
 from server.processes.heartbeat import StrategyCalls
 
 ROOT = Path(heartbeat.__file__).parents[1]
-CALL = re.compile(r"(?:guard\[|\.call\(|_attempt\(|\.report\(|_pin\(instance, |_count_bytes\()\"(\w+)\"")
+CALL = re.compile(
+    r"(?:guard\[|\.call\(|\battempt\(|\breport\((?:instance, )?|_pin\(instance, |_count_bytes\()\"(\w+)\""
+)
 
 
 def test_every_guarded_call_has_a_number() -> None:

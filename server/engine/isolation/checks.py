@@ -6,15 +6,19 @@ guard of the instance (engine/guard.py).
 
 from __future__ import annotations
 
+import json
+import operator
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from cache_strategies.memory import Memory
 from cache_strategies.types import Geometry
 from kernels.ops import KVLocation, QueryTap
 
+MAX_REPORT_BYTES = 1 << 26  # of a report in JSON
 MAX_DESCRIPTION = 500  # maximum number of characters of a value or an error in a message
 
 
@@ -70,3 +74,21 @@ def check_tap(tap: object, num_tokens: int, geometry: Geometry) -> None:
         shape = (len(tokens), spec.num_q_heads, spec.head_dim)
         if each is not None and (tuple(each.shape) != shape or not each.is_contiguous()):
             raise ValueError(f"the tap: expected dense queries of shape {shape}")
+
+
+def check_int(what: str, found: Any, most: int = 2**62) -> int:
+    """Return an int from 0 to `most`. Raises TypeError or ValueError for anything else."""
+    if type(found) is not int:
+        raise TypeError(f"{what} is {describe(found)}, not an int")
+    if not 0 <= found <= most:
+        raise ValueError(f"{what} is {found}, which must be from 0 to {most}")
+    return found
+
+
+def to_plain(found: Any, kind: Any) -> Any:
+    """Return what a method reported as values of a type. Raises ValueError or TypeError if JSON cannot hold them."""
+    builtins = msgspec.to_builtins(found, enc_hook=operator.index)  # of numpy's integers
+    size = len(json.dumps(builtins, allow_nan=False, ensure_ascii=False).encode())  # refuses halves of surrogate pairs
+    if size > MAX_REPORT_BYTES:
+        raise ValueError(f"it returned {size} bytes of JSON, more than {MAX_REPORT_BYTES}")
+    return msgspec.convert(builtins, kind)

@@ -15,6 +15,7 @@ from cache_strategies.base import KVCache
 from cache_strategies.errors import StrategyError
 from server.engine.calls import CallObserver
 from server.engine.instance import Instance
+from server.engine.instance_reports import count_tokens
 from server.engine.isolation.progress import ProgressWatchdog
 from server.engine.isolation.quarantine import Quarantine
 from server.engine.scheduling.request import Request, RequestError
@@ -139,7 +140,7 @@ class Isolation:
         """Return the tokens of a request that is about to end; none after an error, so that no fault causes another."""
         if request.sequence is None or outcome == "error":
             return KVTokens(0, 0)
-        return self.instances[request.instance.name].count_tokens([request.num_computed_tokens])
+        return count_tokens(self.instances[request.instance.name], [request.num_computed_tokens])
 
     # ---------------------------------------------------------------- faults
     def find_stalled(self, candidates: Sequence[Request], computed: Sequence[Request]) -> list[RequestFailure]:

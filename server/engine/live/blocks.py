@@ -13,6 +13,7 @@ from cache_strategies.types import BlockState
 from server.engine.core import Core
 from server.engine.info import drop_none, round_seconds
 from server.engine.instance import Instance
+from server.engine.instance_reports import find_block_info, read_block_states
 from server.engine.scheduling.request import RequestError
 
 MAX_CELLS = 2**14  # maximum number of cells of a region: if it has more blocks, each cell stands for several
@@ -62,7 +63,7 @@ def describe_block(core: Core, name: str, region_number: int, block: int) -> dic
         message = f"there is no block {block}: region {region_number} of strategy {name!r} has {len(marks)} blocks"
         raise RequestError(404, message, code="not_found")
     state, first_page = marks[block].max(), block * marks.shape[1] + int(marks[block].argmax())
-    info = None if state == BlockState.FREE else instance.describe_block(region, first_page)
+    info = None if state == BlockState.FREE else find_block_info(instance, region, first_page)
     description: dict[str, Any] = {
         "instance": name,
         "region": region_number,
@@ -88,7 +89,7 @@ def _mark_by_block(instance: Instance, region: Region) -> NDArray[np.uint8]:
     Blocks are numbered here by the row in which they begin. A region that shares its pages with others may have blocks
     that begin at any page, but never two in a row, as a block is as long as a row.
     """
-    states = instance.read_block_states(region).numpy()
+    states = read_block_states(instance, region).numpy()
     pages = region.size // region.page_bytes
     return np.pad(states, (0, -len(states) % pages)).reshape(-1, pages)
 

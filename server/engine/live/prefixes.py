@@ -13,6 +13,7 @@ from cache_strategies.types import CachedPrefix
 from server.engine.core import Core
 from server.engine.info import drop_none, round_seconds
 from server.engine.instance import Instance
+from server.engine.instance_reports import list_prefixes
 
 MAX_LISTED_PREFIXES = 500  # maximum number of nodes that are listed of an instance
 
@@ -28,7 +29,7 @@ def describe_prefixes(core: Core) -> dict[str, Any]:
 
 
 def _describe_tree(instance: Instance) -> dict[str, Any]:
-    prefixes, omitted = instance.list_prefixes(MAX_LISTED_PREFIXES)
+    prefixes, omitted = list_prefixes(instance, MAX_LISTED_PREFIXES)
     return {"prefixes": [_describe_prefix(each) for each in prefixes], "omitted": omitted}
 
 

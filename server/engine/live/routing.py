@@ -16,6 +16,7 @@ from cache_strategies.types import BlockNaming
 from config.block_hashes import NAME_TYPE
 from server.engine.core import Core
 from server.engine.instance import Instance
+from server.engine.instance_reports import report
 
 MAX_NAMES = 1 << 17  # most names of an instance's blocks in a description, which takes 4 bytes for each
 
@@ -24,7 +25,7 @@ def find_block_naming(instance: Instance) -> BlockNaming | None:
     """Return what the names of an instance's blocks are made of; None if it has none, or after a fault."""
     if not isinstance(instance.strategy, BlockNames):
         return None
-    naming: BlockNaming | None = instance.report("block_naming", BlockNaming | None, None)
+    naming: BlockNaming | None = report(instance, "block_naming", BlockNaming | None, None)
     return naming
 
 

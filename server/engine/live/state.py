@@ -15,6 +15,7 @@ from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.info import describe_instance, describe_memory, drop_none
 from server.engine.instance import Instance
+from server.engine.instance_reports import read_blocks
 from server.engine.live.blocks import describe_regions
 from server.engine.scheduling.request import Request
 
@@ -39,7 +40,7 @@ def describe_live(engine: Engine) -> dict[str, Any]:
         "instances": {
             each.name: {
                 **describe_instance(core, each),
-                "blocks": core.instances[each.name].blocks()._asdict(),
+                "blocks": read_blocks(core.instances[each.name])._asdict(),
                 "fits": count_fitting_texts(core, core.instances[each.name], engine.max_seq_len),
                 "running": running[each.name],
                 "waiting": waiting[each.name],

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from server.engine.instance_reports import read_usage
 from server.engine.isolation.quarantine import FIRST_SECONDS
 from tests.engine.engine_driver import strategies
 from tests.engine.expected_tokens import Reference, random_prompt
@@ -45,11 +46,19 @@ def test_clients_of_an_instance_at_fault_get_the_answers_of_its_fallback(
     assert "its rows run again one by one" not in caplog.text
     assert {record.fallback_of for record in driver.records if record.instance == "good"} <= {"bad"}
     driver.core.instances["good"].check_integrity()
-    assert not driver.core.instances["good"].usage().seats
+    assert not read_usage(driver.core.instances["good"]).seats
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"kv_cache": "bad"}, {"header": "bad"}, {"alias": "bad"}, {"priority": 3}], ids=str
+    "how",
+    [
+        {},
+        {"kv_cache": "bad"},
+        {"kv_cache": "bad", "named_by": "header"},
+        {"kv_cache": "bad", "named_by": "model"},
+        {"priority": 3},
+    ],
+    ids=str,
 )
 def test_a_fallback_serves_however_the_instance_was_chosen(
     tiny: Path, reference: Reference, how: dict[str, Any]
@@ -248,4 +257,4 @@ def test_random_loads_under_random_faults_are_answered_or_fail_for_a_reason(
         else:
             assert heard.tokens == reference.greedy(prompt, COUNT)[: len(heard.tokens)]
     driver.core.instances["good"].check_integrity()
-    assert not driver.core.instances["good"].usage().seats
+    assert not read_usage(driver.core.instances["good"]).seats

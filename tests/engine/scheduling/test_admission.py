@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from server.engine.instance_reports import read_usage
 from server.engine.ipc.messages import Failed
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
@@ -148,7 +149,7 @@ def test_rules_see_how_much_memory_is_in_use_and_idle_memory_is_not(tiny: Path) 
     driver.step()
     driver.submit("second", random_prompt(5), 2)
     driver.run()
-    assert driver.core.instances["paged"].usage().idle > 0.3 * driver.core.memory.total_bytes
+    assert read_usage(driver.core.instances["paged"]).idle > 0.3 * driver.core.memory.total_bytes
     driver.submit("third", random_prompt(6), 2)
     driver.run()
     admitted = [heard.admitted for heard in driver.heard.values()]

@@ -10,6 +10,7 @@ import pytest
 from cache_strategies import memory
 from cache_strategies.one_tensor import OneTensor
 from server.engine import build
+from server.engine.instance_reports import read_usage
 from tests.engine.engine_driver import Driver, least_memory
 
 
@@ -24,7 +25,7 @@ def test_idle_blocks_within_a_floor_give_way_to_a_run(
     for name in ("a", "b"):  # together, so that their blocks alternate
         driver.submit(name, [ord(name)] * 8, 200, kv_cache="paged")
     driver.run()
-    assert driver.core.instances["paged"].usage().idle > 0
+    assert read_usage(driver.core.instances["paged"]).idle > 0
     driver.submit("run", [7] * 8, 8, kv_cache=waiting)
     driver.run(at_most=50)
     assert len(driver.heard["run"].tokens) == 8

@@ -17,6 +17,7 @@ from cache_strategies.base import KVSequence, Rows
 from config.errors import SettingsError
 from server.engine.batch import Batch, RowInput
 from server.engine.instance import Instance
+from server.engine.instance_reports import read_usage
 from server.models.base import Model
 
 ROW_TOKENS = 256  # tokens that are entered at once
@@ -54,7 +55,7 @@ def take_turn(model: Model, instance: Instance, prompts: Sequence[Sequence[int]]
             decode_step(model, instance, sequences)
         times = [decode_step(model, instance, sequences) for _ in range(steps)]
         total, commits = (sum(seconds) for seconds in zip(*times, strict=True))
-        return Turn(total, commits, instance.usage().used)
+        return Turn(total, commits, read_usage(instance).used)
 
 
 @contextmanager
