@@ -1,4 +1,4 @@
-"""Documents: every link leads somewhere, the index lists every page, and a page opens with the readers it is for."""
+"""Documents: links and named paths lead somewhere, the index lists every page, and a page opens with its readers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 GROUPS = ("guide", "operations", "reference", "internals", "laboratory")
-PAGES = sorted(file for group in GROUPS for file in (ROOT / "docs" / group).glob("*.md"))
+PAGES = sorted(file for group in GROUPS for file in (ROOT / "docs" / group).rglob("*.md"))
 LINK = re.compile(r"\]\(([^)\s]*)\)")
+PATH = re.compile(r"`((?:[a-z_]+/)+[\w.]+)`((?:,?\s+`[A-Za-z_][\w.]*`)*)")  # a path, and names in that file after it
 CODE_BLOCK = re.compile(r"^```.*?^```|^ {4}.*?$", re.DOTALL | re.MULTILINE)
 
 
@@ -28,8 +29,9 @@ def make_anchor(heading: str) -> str:
 
 
 def find_anchors(file: Path) -> set[str]:
-    lines = CODE_BLOCK.sub("", file.read_text()).splitlines()
-    return {make_anchor(line.lstrip("#")) for line in lines if line.startswith("#")}
+    text = CODE_BLOCK.sub("", file.read_text())
+    headings = {make_anchor(line.lstrip("#")) for line in text.splitlines() if line.startswith("#")}
+    return headings | set(re.findall(r'<a id="([\w-]+)"></a>', text))  # where what a link led to has moved away
 
 
 def find_broken_links(file: Path) -> Iterator[str]:
@@ -56,7 +58,7 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
 
 def test_the_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
-    assert {file.parent.name for file in PAGES} == set(GROUPS)
+    assert {file.relative_to(ROOT / "docs").parts[0] for file in PAGES} == set(GROUPS)
     assert {link for link in LINK.findall(index) if link.endswith(".md") and not link.startswith("..")} == {
         str(file.relative_to(ROOT / "docs")) for file in PAGES
     }
@@ -69,3 +71,28 @@ def test_a_page_opens_with_its_readers(file: Path) -> None:
     assert title.startswith("# ")
     assert blank == ""
     assert opening.startswith("*For "), opening
+
+
+# ---------------------------------------------------------------- paths in recipes
+def find_missing_names(page: str) -> Iterator[str]:
+    """Yield the paths in a page that are not there, and the names after a path that its file does not have."""
+    for path, names in PATH.findall(page):
+        file = ROOT / path
+        if not file.exists():
+            yield path
+            continue
+        known = set(re.findall(r"\w+", file.read_text())) if file.is_file() else set()
+        for name in re.findall(r"`([^`]+)`", names):
+            if not known.issuperset(name.split(".")):
+                yield f"{path}: {name}"
+
+
+def test_recipes_name_files_and_what_is_in_them() -> None:
+    recipes = (ROOT / "docs" / "internals" / "recipes.md").read_text()
+    assert len(PATH.findall(recipes)) > 80
+    assert list(find_missing_names(recipes)) == []
+
+
+def test_names_that_are_gone_are_found() -> None:
+    page = "`config/gone.py` `config/settings.py` `Settings.model`, `Gone`: words `Settings` `tests/config`"
+    assert list(find_missing_names(page)) == ["config/gone.py", "config/settings.py: Gone"]

@@ -1,4 +1,4 @@
-"""The ways in docs/internals/structures.md are those that a server's requests take."""
+"""The ways in docs/internals/request_path.md are those that a server's requests take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tools.trace_request import ROOT, Call, collect, find_body_way, find_token_way, intersect
 
-DOCUMENT = ROOT / "docs" / "internals" / "structures.md"
+DOCUMENT = ROOT / "docs" / "internals" / "request_path.md"
 ITEM = re.compile(r"^\d+\. `(?P<file>[^`]+\.py)`(?P<functions>(?:,? `[^`]+`)*)", re.MULTILINE)
 Way = dict[str, list[str]]
 

@@ -4,7 +4,7 @@ A row has the kind, a description, the function or struct, and the change as a `
 left out: sums that begin with other finite numbers while their maximum is NOTHING, as their weight becomes 0; and extra
 threads, queries or keys whose results a later condition discards.
 
-`python -m tests.kernels.metal.mutants` prints the table of docs/internals/metal.md.
+`python -m tests.kernels.metal.mutants` prints the table of mutants.md, beside this file.
 """
 
 from __future__ import annotations
@@ -414,7 +414,7 @@ MUTANTS: tuple[Mutant, ...] = (
 
 
 def markdown() -> str:
-    """Return the table of docs/internals/metal.md; print the progress to stderr."""
+    """Return the table of mutants.md; print the progress to stderr."""
     rows = ["| kernel | mutant | caught by |", "|---|---|---|"]
     with workers() as pool:
         for i, (mutant, by) in enumerate(zip(MUTANTS, pool.map(try_mutant, MUTANTS), strict=True), 1):

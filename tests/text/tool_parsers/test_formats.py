@@ -9,6 +9,7 @@ import pytest
 
 from server.text.tool_parsers.formats import TOOL_FORMATS, find_tool_format, list_tool_formats
 from server.text.tool_parsers.reasoning import REASONING_FORMATS, find_reasoning_format, list_reasoning_formats
+from tests.text.tool_parsers.writers import WRITERS
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "guide" / "tools.md").read_text()
 
@@ -24,6 +25,11 @@ def test_the_guide_has_every_name(setting: str) -> None:
 def test_no_two_rows_have_one_name() -> None:
     assert len(list_tool_formats()) == sum(1 + len(row.aliases) for row in TOOL_FORMATS)
     assert len(list_reasoning_formats()) == sum(1 + len(row.aliases) for row in REASONING_FORMATS)
+
+
+def test_every_family_has_a_writer() -> None:
+    """Otherwise no test would read its calls."""
+    assert {row.name for row in TOOL_FORMATS} == WRITERS.keys()
 
 
 def test_a_template_of_no_family() -> None:
