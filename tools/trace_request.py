@@ -110,6 +110,7 @@ class Client(threading.Thread):
 
     calls = None  # as an engine's status has
     disabled: ClassVar[Mapping[str, str]] = {}
+    has_rollouts = False
 
     def __init__(self, settings: Settings, socket_path: str, recorder: Recorder, found: list[Ways]) -> None:
         super().__init__(name="client")
