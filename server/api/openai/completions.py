@@ -169,10 +169,9 @@ async def make_completion_job(
     choices = body.best_of or body.n
     serving.limits.check_choices(len(body.prompt), choices)
     serving.limits.check_stop(body.stop)
-    context = hello.max_seq_len if body.truncate_prompt_tokens is None else None
-    serving.limits.check_length(body.suffix, "suffix", context)
+    serving.limits.check_length(body.suffix, "suffix")
     for prompt in body.prompt:
-        serving.limits.check_length(prompt, "prompt", context)
+        serving.limits.check_length(prompt, "prompt")
     serving.limits.check_total_length(body.prompt, "prompt", TOTAL_PROMPTS_FACTOR)
     prompts = [await encode_prompt(serving.tokenizer, prompt, body) for prompt in body.prompt]
     max_tokens = resolve_max_tokens(body.max_tokens, prompts, hello)

@@ -113,7 +113,7 @@ def router(client: EngineClient, tokenizer: TokenizerBase, limits: RequestLimits
         if body.prefix is not None:
             return await send_command(messages.PinCachedPrefix(instance, body.prefix, body.ttl))
         assert body.prompt is not None  # by check_fields
-        limits.check_length(body.prompt, "prompt", hello.max_seq_len)
+        limits.check_length(body.prompt, "prompt")
         prompt = body.prompt if isinstance(body.prompt, list) else await tokenizer.encode(body.prompt)
         check_prompt(prompt, 0, hello)
         return await send_command(messages.PinPrefix(instance, prompt, body.ttl, body.tenant, body.cache_salt or ""))
