@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from config.sources import did_you_mean
 
 MAX_VALUES = 2**16  # most values in a body, on all levels together; decoding and checking them takes about 100 ms
-MAX_INTEGERS = 2**21  # most integers in lists of a body, such as token ids; they take as long
+MAX_INTEGERS = 2**22  # most integers in lists of a body, such as token ids; they take as long
 MAX_MEMBERS = 100  # most members of an object; each may cause an error message
 MAX_REPORTED_NAMES = 32  # most fields without effect that a response names
 MAX_REPORTED_NAME_LENGTH = 64  # most characters of a field's name that is reported
@@ -36,7 +36,7 @@ _INTEGERS = b"-0123456789 \t\r\n"
 
 
 class TooManyValues(Exception):
-    """The JSON has too many values to be decoded."""
+    """A body has too many values to be decoded."""
 
 
 class PathError(ValueError):
