@@ -155,5 +155,5 @@ REQUIRED: dict[type[BaseModel], dict[str, Any]] = {
 def test_ids_that_are_none(wrong: object) -> None:
     many = [7] * (MAX_VALUES - 100)
     for ids in ([*many, wrong], [many, [wrong]], [[], many]):
-        with pytest.raises(ValidationError, match="should be a string, (or )?a list of token ids"):
+        with pytest.raises(ValidationError, match=r"should be a string, (or )?a list of token ids"):
             CompletionRequest.model_validate(decode(json.dumps({"model": "x", "prompt": ids}).encode()))
