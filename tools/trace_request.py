@@ -17,6 +17,7 @@ are not traced), and classes that only declare fields.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -203,8 +204,12 @@ class TextThread:
         with mock.patch.multiple(sandbox_process, **dict.fromkeys(names, mock.DEFAULT)), self._connection:
             sandbox_process.serve(self._connection)
 
+    def poll(self) -> None:
+        return None
+
     def kill(self) -> None:
-        self._connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # it has ended
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def wait(self, timeout: float | None = None) -> int:
         self._thread.join(timeout)

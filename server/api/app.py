@@ -143,7 +143,6 @@ def add_routers(
     limits = RequestLimits(
         min(settings.max_choices, settings.max_num_seqs + settings.max_queued_requests),
         settings.max_prompt_characters,
-        tokenizer.max_chars_per_token,
         settings.max_stop_strings,
         settings.max_grammar_bytes,
     )

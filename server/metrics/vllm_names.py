@@ -1,43 +1,17 @@
-"""vLLM's names for our metrics, so that dashboards and alerts made for vLLM work with them.
+"""vLLM's names for our metrics, so that dashboards and alerts made for vLLM, and routers that read its /metrics, work.
 
-Two ways give the same series: recording rules of Prometheus, and families that the server itself exposes with the
-setting vllm_metric_names. Labels that vLLM names otherwise are renamed; a metric that vLLM has without a label is
-the sum over its values. vLLM's dashboards select by `model_name`; here its value is a strategy instance, so that they
-compare strategies as they compare models.
-
-`python -m server.metrics.vllm_names` writes config/prometheus/vllm_names.yml.
+With the setting vllm_metric_names /metrics has these families beside ours. Labels that vLLM names otherwise are
+renamed; a metric that vLLM has without a label is the sum over its values. vLLM's dashboards select by `model_name`;
+here its value is a strategy instance, so that they compare strategies as they compare models.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from server.metrics.exposition import FamilyShape, Series
-from server.metrics.families import FAMILIES, OUTCOME, REQUESTS, STRATEGY, WAIT_REASON, WAITING
+from server.metrics.families import OUTCOME, REQUESTS, STRATEGY, WAIT_REASON, WAITING
 from server.metrics.metric_family import MetricFamily
-
-RULES_FILE = Path(__file__).parents[2] / "config" / "prometheus" / "vllm_names.yml"
-
-RULES_HEADER = """\
-# vLLM's names for our metrics. Written by `python -m server.metrics.vllm_names`; do not edit.
-groups:
-  - name: vllm_names
-    rules:
-"""
-
-
-def iter_rules() -> Iterator[tuple[str, str]]:
-    """Yield vLLM's names, each with the expression that computes it from our metrics."""
-    for family in FAMILIES:
-        if family.vllm_name is not None:
-            for series in family.series_names:
-                yield (
-                    f"vllm:{family.vllm_name}{series.removeprefix(family.exposed_name)}",
-                    _make_expression(family, series),
-                )
 
 
 class Alias(NamedTuple):
@@ -77,35 +51,3 @@ def _make_vllm_labels(family: MetricFamily[Any], values: tuple[str, ...]) -> dic
     if STRATEGY in family.labels:
         labels["model_name"] = labels[STRATEGY.name]
     return labels
-
-
-def format_rules_file() -> str:
-    """Return the contents of RULES_FILE, the recording rules for Prometheus."""
-    return RULES_HEADER + "".join(
-        f"      - record: {name}\n        expr: '{expression}'\n" for name, expression in iter_rules()
-    )
-
-
-def _make_expression(family: MetricFamily[Any], series: str) -> str:
-    if family is WAITING:
-        series = f"sum without ({WAIT_REASON.name}) ({series})"
-    if family is REQUESTS:
-        series = f"sum without ({OUTCOME.name}) ({_relabel_finished_reason(series)})"
-    return _relabel(series, "model_name", STRATEGY.name) if STRATEGY in family.labels else series
-
-
-def _relabel_finished_reason(series: str) -> str:
-    """Return a query that adds the label finished_reason to `series`: our `outcome`, with `abort` for `cancelled`."""
-    return _relabel(
-        _relabel(series, "finished_reason", OUTCOME.name), "finished_reason", OUTCOME.name, "cancelled", "abort"
-    )
-
-
-def _relabel(series: str, new: str, old: str, which: str = "(.*)", value: str = "$1") -> str:
-    return f'label_replace({series}, "{new}", "{value}", "{old}", "{which}")'
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m server.metrics.vllm_names", description=__doc__).parse_args()
-    RULES_FILE.write_text(format_rules_file())
-    print(RULES_FILE.name)

@@ -41,8 +41,8 @@ from server.processes.heartbeat import (
     Watchdog,
     WorkerHandles,
 )
+from server.processes.read_ahead import read_ahead
 from server.processes.runtime_directory import runtime_directory
-from server.processes.served_files import ServedFiles
 from server.rollouts.start import needs_controller
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,10 @@ SPAWN = multiprocessing.get_context("spawn")
 STOPPED, DIED, REFUSED, INTERRUPTED = 0, 1, USER_ERROR, 130  # exit codes
 CHECKS_PER_TIMEOUT = 8  # number of checks of the heartbeats within watchdog_timeout
 MAX_CHECK_INTERVAL = 1.0  # maximum number of seconds between two checks of the heartbeats
+SIGBUS_MESSAGE = (
+    "SIGBUS means that a model's file could not be read: it was truncated, or its disk fails; files must not change "
+    "while they are served: write a new file and rename it over the old one"
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,6 @@ class Supervisor:
         self._context = context
         self.socket_path = ""  # path of the engine's socket; run() sets it and _signals
         self._signals: socket.socket
-        self._files: ServedFiles  # the model's files that the engine maps; set whenever the engine is started
         self._status_pipe: Connection | None = None  # pipe on which the engine sends {"ready": ...} or {"error": ...}
         self._serving = False
         self._exit_code: int | None = None  # exit code of the server; set when it has to stop
@@ -132,10 +135,11 @@ class Supervisor:
         self._status_pipe, theirs = self._context.Pipe(duplex=False)
         self._recovery.record_start(monotonic())
         heartbeat = Heartbeat(self._context)
-        self._files = ServedFiles(Path(self._settings.model))
         # Read the files ahead unless weights are int8 or int4: those may come from the cache of quantized weights.
         if self._settings.weights not in ("int8", "int4"):
-            threading.Thread(target=self._files.read_ahead, name="read-ahead", daemon=True).start()
+            threading.Thread(
+                target=read_ahead, args=(Path(self._settings.model),), name="read-ahead", daemon=True
+            ).start()
         with theirs:
             self._calls = StrategyCalls(self._context, list(self._settings.strategies))
             status = EngineStatus(theirs, heartbeat, self._calls, self._disabled, has_rollouts=bool(self._rollouts))
@@ -264,8 +268,8 @@ class Supervisor:
         exitcode, how = child.reap()
         if self._exit_code is not None:
             return
-        if child is self._engine and (why := self._files.explain(exitcode)):
-            log.error("%s", why)
+        if child is self._engine and exitcode == -signal.SIGBUS:
+            log.error(SIGBUS_MESSAGE)
         if self._serving:
             log.error("%s ended: %s; it is restarted in %.1f s", child.name, how, child.schedule_restart())
             if child is self._engine:

@@ -94,7 +94,6 @@ class Encoder:
         self.vocabulary = Vocabulary(self.vocabulary_data)
         self._default_variables = defaults.default_chat_template_kwargs
         self._special_texts = SpecialTexts(backend) if defaults.split_special_tokens else None
-        self._grammar_checker: GrammarChecker | None = None
 
     @classmethod
     def from_directory(cls, directory: Path, defaults: ChatDefaults = ChatDefaults()) -> Encoder:  # noqa: B008
@@ -120,7 +119,7 @@ class Encoder:
             case Decode(ids, skip):
                 return Encoded(text=self.vocabulary.decode(ids, skip_special_tokens=skip))
             case CheckGrammar(kind, text):
-                return Encoded(text=self._get_grammar_checker().check(kind, text))
+                return Encoded(text=self._grammar_checker.check(kind, text))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of `text`, with the model's special tokens around it if `add_special_tokens` is set.
@@ -159,13 +158,11 @@ class Encoder:
     def _line_break(self) -> list[int]:
         return self.encode("\n", add_special_tokens=False)
 
-    def _get_grammar_checker(self) -> GrammarChecker:
-        """Return the checker of grammars, which is made at the first call: only few processes check any."""
-        if self._grammar_checker is None:
-            from server.grammar.matcher import GrammarChecker  # llguidance takes 50 ms and 8 MB to import
+    @cached_property
+    def _grammar_checker(self) -> GrammarChecker:
+        from server.grammar.matcher import GrammarChecker  # llguidance takes 50 ms and 8 MB to import
 
-            self._grammar_checker = GrammarChecker(self.vocabulary)
-        return self._grammar_checker
+        return GrammarChecker(self.vocabulary)
 
     def _encode_chat(self, call: EncodeChat) -> Encoded:
         if self._special_texts is None:

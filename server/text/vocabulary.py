@@ -16,7 +16,6 @@ import tokenizers
 
 from config.errors import SettingsError
 from server.text.errors import wrap_tokenizer_error
-from server.text.longest_token import compute_max_chars_per_token
 from server.text.processes.messages import VocabularyData
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token for one byte, in vocabularies with byte fallback
@@ -102,7 +101,7 @@ def extract_vocabulary(backend: tokenizers.Tokenizer) -> VocabularyData:
     special = [index for index, token in enumerate(tokens) if token in spelled]
     decoder = backend.decoder.__getstate__().decode() if backend.decoder else None
     check_decoder(_parse_decoder(decoder))
-    return VocabularyData(tokens, special, decoder, compute_max_chars_per_token(backend))
+    return VocabularyData(tokens, special, decoder)
 
 
 def check_decoder(decoder: dict[str, Any] | None) -> None:
@@ -144,7 +143,6 @@ class Vocabulary:
         self._decoder = None if decoder is None else _make_decoder(decoder)
         self._piece_to_bytes = make_piece_reader(decoder)
         self._data = data
-        self.max_chars_per_token = data.max_chars_per_token
         self.template_source = data.template_source
         self._tokens = data.tokens
         self._special = frozenset(data.special_ids)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import get_args
+from typing import Any, get_args
 
 from cache_strategies.types import BlockEvents, Blocks, CacheUsage
 from kernels.selfcheck.op_db import OP_NAMES
@@ -53,9 +53,9 @@ BUSY = fake_state(
 )
 
 
-def new_busy_metrics() -> Metrics:
+def new_busy_metrics(**settings: Any) -> Metrics:
     """Return metrics of which one operation fell back to the reference; nothing is counted yet."""
-    return new_metrics(fallback_ops=[OP_NAMES[0]], restarts=1)
+    return new_metrics(fallback_ops=[OP_NAMES[0]], restarts=1, **settings)
 
 
 def observe_everything(metrics: Metrics) -> None:

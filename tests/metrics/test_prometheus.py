@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from server.metrics import vllm_names
-from tests.metrics.fake_metrics import INSTANCES, exposition, new_metrics, parse_samples
-from tests.metrics.metrics_server import BUSY, new_busy_metrics, observe_everything, serve_metrics
+from server.metrics.families import FAMILIES
+from tests.metrics.fake_metrics import INSTANCES
+from tests.metrics.metrics_server import new_busy_metrics, observe_everything, serve_metrics
 from tests.metrics.prometheus_server import Prometheus, running_prometheus
 from tools.dashboards.catalogue import Query, iter_queries
 from tools.dashboards.promql import fill_variables
@@ -24,13 +24,13 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
     So a late or missing scrape on a busy machine does not matter.
     """
-    metrics = new_busy_metrics()
+    metrics = new_busy_metrics(settings={"vllm_metric_names": True})
     with serve_metrics(metrics) as target, running_prometheus(tmp_path_factory.mktemp("prometheus"), target) as started:
         started.wait_for_scrapes(1)
         for _ in range(3):
             observe_everything(metrics)
         started.wait_for_scrapes(2)
-        started.wait(lambda: bool(started.query("vllm:num_requests_running > 0 and on() up == 1")), "the rules")
+        started.wait(lambda: bool(started.query("vllm:num_requests_running > 0 and on() up == 1")), "vLLM's names")
         yield replace(started, moment=time.time())
 
 
@@ -110,23 +110,10 @@ def test_rules_are_evaluated_without_errors(prometheus: Prometheus) -> None:
 
 
 def test_every_metric_of_vllms_is_there(prometheus: Prometheus) -> None:
-    for name, _ in vllm_names.iter_rules():
-        assert prometheus.query(name), name
-
-
-def test_the_server_tells_of_itself_what_the_rules_record(prometheus: Prometheus) -> None:
-    metrics = new_metrics(settings={"vllm_metric_names": True})
-    for _ in range(3):
-        observe_everything(metrics)
-    told = parse_samples(exposition(metrics, BUSY).decode())
-    for name, _ in vllm_names.iter_rules():
-        recorded = {
-            frozenset(
-                (label, value) for label, value in labels.items() if label not in ("__name__", "job", "instance")
-            ): number
-            for labels, number in prometheus.query(name)
-        }
-        assert recorded == {labels: number for (each, labels), number in told.items() if each == name}, name
+    for family in FAMILIES:
+        for series in family.series_names if family.vllm_name else ():
+            name = f"vllm:{family.vllm_name}{series.removeprefix(family.exposed_name)}"
+            assert prometheus.query(name), name
 
 
 def test_vllms_labels_are_theirs(prometheus: Prometheus) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import runpy
-import sys
 from typing import Any
 
-import pytest
 import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 
-from server.metrics import vllm_names
 from server.metrics.families import FAMILIES
 from server.metrics.metric_family import PREFIX
 from tests.metrics.fake_metrics import INSTANCES, exposition, new_metrics, parse_samples, sample_value
@@ -23,39 +19,19 @@ ALERTS: list[dict[str, Any]] = yaml.safe_load((CONFIG / "alerts.yml").read_text(
 CASES = sorted((CONFIG / "tests").glob("*.yml"))
 
 
-def test_the_file_of_vllms_names_is_what_the_code_writes() -> None:
-    assert vllm_names.RULES_FILE.read_text() == vllm_names.format_rules_file(), (
-        "run `python -m server.metrics.vllm_names`"
-    )
-
-
-@pytest.mark.parametrize("module", ["vllm_names", "families"])
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_help_is_printed_and_nothing_is_written(
-    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = vllm_names.RULES_FILE.stat().st_mtime_ns
-    monkeypatch.setattr(sys, "argv", ["", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(f"server.metrics.{module}", run_name="__main__", alter_sys=True)  # as `python -m` does
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: python -m server.metrics.{module}")
-    assert vllm_names.RULES_FILE.stat().st_mtime_ns == before
-
-
 def test_every_name_of_vllms_stands_for_one_metric() -> None:
-    names = [name for name, _ in vllm_names.iter_rules()]
+    names = [family.vllm_name for family in FAMILIES if family.vllm_name]
     assert len(set(names)) == len(names)
-    assert {family for _, expression in vllm_names.iter_rules() for family in find_families(expression)} == {
-        family for family in FAMILIES if family.vllm_name
-    }
 
 
-def test_the_server_has_the_same_names_where_a_setting_says_so() -> None:
+def test_the_server_has_vllms_names_where_a_setting_says_so() -> None:
     metrics = new_metrics(settings={"vllm_metric_names": True})
     observe_everything(metrics)
     told = parse_samples(exposition(metrics, BUSY).decode())
-    assert {name for name, _ in told if name.startswith("vllm:")} == {name for name, _ in vllm_names.iter_rules()}
+    ours = [(family.vllm_name, family.exposed_name, family.series_names) for family in FAMILIES if family.vllm_name]
+    assert {name for name, _ in told if name.startswith("vllm:")} == {
+        f"vllm:{theirs}{series.removeprefix(name)}" for theirs, name, all_series in ours for series in all_series
+    }
     in_openmetrics = openmetrics_families(exposition(metrics, BUSY, openmetrics=True).decode())
     assert {sample.name for family in in_openmetrics for sample in family.samples} == {name for name, _ in told}
     outcomes = {"cancelled": "abort", "stop": "stop", "length": "length", "error": "error"}

@@ -1,9 +1,8 @@
 """JSON bodies: decoded at a bounded cost, and checked strictly by pydantic models, which derive from `Body`.
 
 The cost is bounded by the number of values, which is counted before they are decoded: a mebibyte of text is decoded in
-a millisecond; a mebibyte of `[],[],` takes 100 ms, and 30 MiB of memory. So the members of an object are first
-separated without decoding them; then the values of those that have an effect are counted and decoded. Ignored members
-must be JSON, too, but their numbers may be out of range. Knows neither HTTP nor any field.
+a millisecond; a mebibyte of `[],[],` takes 100 ms, and 30 MiB of memory. A list of integers is cheap, and counts as one
+value, as a prompt may be many token ids. Knows neither HTTP nor any field.
 """
 
 from __future__ import annotations
@@ -12,61 +11,32 @@ import codecs
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any, ClassVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 from urllib.parse import quote
 
 import msgspec
-from msgspec import Raw
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
-from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
 
 from config.sources import did_you_mean
 
 MAX_VALUES = 2**16  # most values in a body, on all levels together; decoding and checking them takes about 100 ms
-MAX_MEMBERS = 100  # most members of an object, repeated names included; each may cause an error message
-SLICE = 2**16  # bytes of JSON that are scanned at a time
+MAX_INTEGERS = 2**22  # most integers in lists of a body, such as token ids; they take as long
+MAX_MEMBERS = 100  # most members of an object; each may cause an error message
 MAX_REPORTED_NAMES = 32  # most fields without effect that a response names
 MAX_REPORTED_NAME_LENGTH = 64  # most characters of a field's name that is reported
 MAX_SUGGESTIONS = 8  # most hints for unknown fields; an error shows fewer
-
-
-class ReadAs(Enum):
-    """How the value of a field is decoded."""
-
-    VALUE = auto()
-    IGNORED = auto()  # not decoded, but replaced by an empty value of its type
-    TOKEN_IDS = auto()  # decoded in one pass if it is a long list of integers, or of lists of them
-
-
-@dataclass(frozen=True)
-class DecodedIds:
-    """A long list of integers, or of lists of integers, that the decoder has checked item by item."""
-
-    ids: list[Any]
-    nested: bool
-
-    def flatten(self) -> list[int]:
-        """Return the integers. Raises ValueError if they are in lists within the list."""
-        if self.nested:
-            raise ValueError("should be one list of token ids")
-        return self.ids
-
 
 # An escape in a string, and whether it is half of a surrogate pair without the other half
 _ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)"
 )
+_INTEGER_LIST = re.compile(rb"\[,*\]")  # what is left of a list of integers without _INTEGERS
+_INTEGERS = b"-0123456789 \t\r\n"
 
 
 class TooManyValues(Exception):
-    """The JSON has too many values to be decoded: in `field`, or in the whole object if `field` is None."""
-
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
+    """A body has too many values to be decoded."""
 
 
 class PathError(ValueError):
@@ -77,37 +47,17 @@ class PathError(ValueError):
         self.path = path
 
 
-class _Name(str):
-    """The name of a member: a type of its own, so that the decoder calls `dec_hook` for each name."""
+def decode(data: bytes) -> Any:
+    """Decode JSON.
 
-
-def decode(data: bytes, fields: Mapping[str, ReadAs]) -> Any:
-    """Decode a JSON object as `fields` says; other fields, and JSON that is not an object, become empty values.
-
-    Raises TooManyValues for more than MAX_VALUES values or MAX_MEMBERS members, and msgspec.DecodeError,
+    Raises TooManyValues for more than MAX_VALUES values, or MAX_INTEGERS integers in lists; and msgspec.DecodeError,
     UnicodeDecodeError or RecursionError for what is not JSON.
     """
     data = data.removeprefix(codecs.BOM_UTF8)
-    _check_utf8(data)
-    try:
-        found = _decode_members(data)
-    except msgspec.ValidationError:  # the data is JSON, but not an object
-        return _make_empty_value(msgspec.json.decode(data, type=Raw))
-    few = len(data) <= MAX_VALUES
-    left = MAX_VALUES
-    values: dict[str, Any] = {}
-    for name, raw in found.items():
-        field = fields.get(name, ReadAs.IGNORED)
-        if field is ReadAs.IGNORED:
-            values[name] = _make_empty_value(raw)
-        elif field is ReadAs.TOKEN_IDS and not few and (ids := _decode_token_ids(bytes(raw))) is not None:
-            values[name] = ids
-        else:
-            left -= 0 if few else count_values(raw)
-            if left < 0:
-                raise TooManyValues(f"has too many values: a request may have at most {MAX_VALUES}; send less", name)
-            values[name] = msgspec.json.decode(raw)
-    return values
+    if len(data) > MAX_VALUES and count_values(data) > MAX_VALUES:
+        limits = f"{MAX_VALUES} values, of which a list of integers is one, and {MAX_INTEGERS} integers"
+        raise TooManyValues(f"at most {limits}; send less")
+    return msgspec.json.decode(data)
 
 
 def replace_half_pairs(data: bytes) -> bytes:
@@ -115,84 +65,20 @@ def replace_half_pairs(data: bytes) -> bytes:
     return _ESCAPES.sub(lambda found: rb"\ufffd" if found["half"] else found[0], data)
 
 
-def count_values(data: Buffer) -> int:
-    """Return the number of values in valid JSON; counting stops above MAX_VALUES."""
-    values, in_string = 1, False
-    for piece in _iter_slices(memoryview(data)):
-        parts = piece.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
-        values += _count_separators(b"".join(parts[in_string::2]))
-        in_string ^= len(parts) % 2 == 0
-        if values > MAX_VALUES:
-            break
-    return values
+def count_values(data: bytes) -> int:
+    """Return the number of values in valid JSON, of which a list of integers is one; MAX_VALUES + 1 for too many.
 
-
-def _iter_slices(data: memoryview) -> Iterator[bytes]:
-    """Yield the data in pieces of about SLICE bytes that do not end within an escape sequence."""
-    start = 0
-    while start < len(data):
-        piece = bytes(data[start : start + SLICE])
-        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
-            piece = bytes(data[start : start + SLICE + 1])
-        start += len(piece)
-        yield piece
-
-
-def _count_separators(data: bytes) -> int:
-    """Return how often `,`, `[` and `{` occur: one of them stands before each value but the outermost."""
-    return data.count(b",") + data.count(b"[") + data.count(b"{")
-
-
-def _check_utf8(data: bytes) -> None:
-    """Raise UnicodeDecodeError for bad UTF-8; the decoder looks only at the strings that it decodes."""
-    if data.isascii():
-        return
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    for start in range(0, len(data), SLICE):
-        decoder.decode(data[start : start + SLICE])
-    decoder.decode(b"", final=True)
-
-
-def _decode_members(data: bytes) -> dict[str, Raw]:
-    """Return a JSON object's members by name, with values still encoded; of members with the same name the last."""
-    count = 0
-
-    def count_name(_: type, text: str) -> _Name:
-        nonlocal count
-        count += 1
-        if count > MAX_MEMBERS:
-            raise TooManyValues(f"should have at most {MAX_MEMBERS} members")
-        return _Name(text)
-
-    found = msgspec.json.decode(data, type=dict[_Name, Raw], dec_hook=count_name)
-    return {str(name): raw for name, raw in found.items()}
-
-
-def _make_empty_value(raw: Raw) -> Any:
-    """Return an empty value of the same JSON type: {}, [], "", null, false, or 0 for a number."""
-    match memoryview(raw)[:1].tobytes():
-        case b"{":
-            return {}
-        case b"[":
-            return []
-        case b'"':
-            return ""
-        case b"n":
-            return None
-        case b"t" | b"f":
-            return False
-    return 0
-
-
-def _decode_token_ids(data: bytes) -> DecodedIds | None:
-    """Return the integers of a JSON list, or of a list of lists; None for other JSON, or more than MAX_VALUES lists."""
-    if not data.startswith(b"[") or b'"' in data or not 0 < (lists := data.count(b"[")) <= MAX_VALUES:
-        return None
-    nested = lists > 1
-    try:
-        return DecodedIds(msgspec.json.decode(data, type=list[list[int]] if nested else list[int]), nested)
-    except msgspec.ValidationError:
-        return None
+    One of `,`, `[` and `{` stands before each value but the outermost.
+    """
+    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    if plain.count(b'"') > 4 * MAX_VALUES:  # a value has at most two strings: itself, and its name
+        return MAX_VALUES + 1
+    outside = b'"'.join(plain.split(b'"')[::2])  # with one quote for each string
+    openings, commas = outside.count(b"[") + outside.count(b"{"), outside.count(b",")
+    if openings <= MAX_VALUES < openings + commas <= MAX_INTEGERS:
+        outside = _INTEGER_LIST.sub(b"", outside.translate(None, _INTEGERS))
+        openings, commas = outside.count(b"[") + outside.count(b"{"), outside.count(b",")
+    return min(1 + openings + commas, MAX_VALUES + 1)
 
 
 # ---------------------------------------------------------------- checking
@@ -268,6 +154,14 @@ class RefusingValidator(AfterValidator):
     """The validator of a field that takes only values without effect: errors do not suggest the field."""
 
 
+class ForgettingValidator(AfterValidator):
+    """The validator of a field without effect: nothing is kept of its value."""
+
+
+T = TypeVar("T")
+Ignored = Annotated[T | None, ForgettingValidator(lambda _: None), Field(exclude=True)]
+
+
 class Body(BaseModel):
     """A body, or an object within one: it is checked strictly, and null is the same as absent."""
 
@@ -282,13 +176,12 @@ class Body(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        fields = get_read_modes(cls)
-        cls.known_fields = tuple(fields)
-        cls.no_effect_fields = frozenset(name for name, how in fields.items() if how is ReadAs.IGNORED)
         named = {field.alias or name: field for name, field in cls.model_fields.items()}
+        cls.known_fields = tuple(named)
+        cls.no_effect_fields = frozenset(name for name, field in named.items() if _has_mark(field, ForgettingValidator))
         cls.integer_fields = frozenset(name for name, field in named.items() if _is_integer(field.annotation))
         cls.integer_list_fields = frozenset(name for name, field in named.items() if _has_integers(field.annotation))
-        useful = [name for name, field in named.items() if not _is_refusing(field)]
+        useful = [name for name, field in named.items() if not _has_mark(field, RefusingValidator)]
         cls.suggested_fields = {name: name for name in useful} | dict(cls.foreign_names)
 
     @model_validator(mode="before")
@@ -306,23 +199,12 @@ class Body(BaseModel):
     @classmethod
     def _read_number(cls, name: str, value: Any) -> Any:
         """Return a whole number for an integer written as 4.0: JSON has one kind of numbers, and so have Lua and R."""
-        if isinstance(value, list) and name in cls.integer_list_fields:
-            return [_read_whole_numbers(each) for each in value]
-        return _read_whole_numbers(value) if type(value) is float and name in cls.integer_fields else value
+        takes = cls.integer_list_fields if isinstance(value, list) else cls.integer_fields
+        return _read_whole_numbers(value) if name in takes else value
 
 
-def get_read_modes(body: type[Body] | None) -> dict[str, ReadAs]:
-    """Return for each field of a model, by its name in JSON, how its value is decoded."""
-    fields = {} if body is None else body.model_fields
-    return {field.alias or name: _get_read_mode(field) for name, field in fields.items()}
-
-
-def _get_read_mode(field: FieldInfo) -> ReadAs:
-    return next((mark for mark in field.metadata if isinstance(mark, ReadAs)), ReadAs.VALUE)
-
-
-def _is_refusing(field: FieldInfo) -> bool:
-    return any(isinstance(mark, RefusingValidator) for mark in field.metadata)
+def _has_mark(field: FieldInfo, kind: type) -> bool:
+    return any(isinstance(mark, kind) for mark in field.metadata)
 
 
 def _is_integer(annotation: Any) -> bool:
@@ -345,7 +227,7 @@ def _iter_kinds(annotation: Any) -> Iterator[Any]:
 
 
 def _read_whole_numbers(value: Any) -> Any:
-    """Return a value with integers for whole numbers that are written as 4.0, and so in a list."""
+    """Return a value with integers for whole numbers that are written as 4.0, and so in lists."""
     if isinstance(value, list):
-        return [_read_whole_numbers(each) for each in value] if float in map(type, value) else value
+        return value if {float, list}.isdisjoint(map(type, value)) else [_read_whole_numbers(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -7,7 +7,7 @@ the time of a body are limited in server/api/http/middleware.py; json_body.py de
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, get_args
 
 import msgspec
@@ -16,15 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from server.api.http.errors import ApiError, make_body_error
-from server.api.http.json_body import (
-    Body,
-    FieldNotes,
-    ReadAs,
-    TooManyValues,
-    decode,
-    get_read_modes,
-    replace_half_pairs,
-)
+from server.api.http.json_body import Body, FieldNotes, TooManyValues, decode, replace_half_pairs
 from server.api.http.middleware import release_body
 
 LARGE_BODY_BYTES = 2**20  # a body of more bytes takes several milliseconds to decode
@@ -41,12 +33,11 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
         model = self._find_body_model()
-        fields = get_read_modes(model)
 
         async def handle_json(request: Request) -> Response:
             ignores = self.can_ignore_unknown and request.app.state.unknown_fields == "ignore"
             try:
-                return await handler(JsonRequest(request, model, fields, ignore_unknown=ignores))
+                return await handler(JsonRequest(request, model, ignore_unknown=ignores))
             finally:
                 release_body(request.scope)
 
@@ -71,12 +62,9 @@ class StrictJsonRoute(JsonRoute):
 class JsonRequest(Request):
     """A request whose body is freed as soon as it is decoded."""
 
-    def __init__(
-        self, request: Request, model: type[Body] | None, fields: Mapping[str, ReadAs], *, ignore_unknown: bool
-    ) -> None:
+    def __init__(self, request: Request, model: type[Body] | None, *, ignore_unknown: bool) -> None:
         super().__init__(request.scope, request.receive)
         self._model = model
-        self._fields = fields
         self._ignore_unknown = ignore_unknown
         self._received: bytes | None = None
 
@@ -116,10 +104,9 @@ class JsonRequest(Request):
 
     def _decode(self, body: bytes) -> Any:
         try:
-            return decode(body, self._fields)
+            return decode(body)
         except TooManyValues as error:
-            what = "the body" if error.field is None else f"{error.field}:"
-            raise ApiError(400, f"{what} {error.message}", param=error.field) from None
+            raise ApiError(400, f"the body should have {error}") from None
         except RecursionError:
             raise _nested_too_deeply() from None
         except UnicodeDecodeError:

@@ -186,7 +186,7 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
     serving.limits.check_choices(1, body.n)
     serving.limits.check_stop(body.stop)
     serving.limits.check_total_length(iter_texts(body.messages), "messages")
-    longest = serving.limits.get_max_characters(hello.max_seq_len if body.truncate_prompt_tokens is None else None)
+    longest = serving.limits.max_prompt_characters
     special = body.add_special_tokens
     constraint = get_constraint(body.iter_constraints())
     parsing = make_parsing(serving.message_format, body, constrains_content=constraint is not None)

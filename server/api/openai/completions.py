@@ -13,13 +13,11 @@ from pydantic import (
     BeforeValidator,
     Field,
     ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     field_validator,
 )
 
 from server.api.http.errors import ApiError, make_error_responses
-from server.api.http.json_body import DecodedIds, ReadAs
+from server.api.http.json_body import Ignored
 from server.api.http.json_route import JsonRoute
 from server.api.openai.conversation_key import get_prompt_beginning, make_conversation_key
 from server.api.openai.generation import Generation, OutputDelta, run
@@ -40,7 +38,6 @@ from server.api.openai.request_models import (
     MAX_NAME_LENGTH,
     SESSION_ID,
     GenerationRequest,
-    Ignored,
     LongList,
     MaxTokens,
     Prompt,
@@ -68,17 +65,9 @@ from server.text.tokenizer import TokenizerBase, truncate_prompt
 C = TypeVar("C", bound=CompletionChunkChoice)
 
 
-def _accept_decoded_prompts(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Return a list of prompts; token ids that the JSON decoder has checked already are not checked again."""
-    if not isinstance(value, DecodedIds):
-        return validate(value)
-    prompts = value.ids if value.nested else [value.ids]
-    return prompts if all(prompts) else validate(prompts)
-
-
 def _normalize_prompts(value: Any) -> Any:
     """Return the prompts of a request, which has one or a list of them; each is a text or a list of token ids."""
-    if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
+    if isinstance(value, str) or (isinstance(value, list) and {*map(type, value)} == {int}):
         return [value]
     if isinstance(value, list) and value and (_are_texts(value) or _are_lists(value)):
         return value
@@ -98,8 +87,6 @@ def _are_lists(prompts: list[Any]) -> bool:
 Prompts = Annotated[
     LongList[Prompt],
     BeforeValidator(_normalize_prompts, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
-    WrapValidator(_accept_decoded_prompts),
-    ReadAs.TOKEN_IDS,
 ]
 
 
@@ -169,10 +156,9 @@ async def make_completion_job(
     choices = body.best_of or body.n
     serving.limits.check_choices(len(body.prompt), choices)
     serving.limits.check_stop(body.stop)
-    context = hello.max_seq_len if body.truncate_prompt_tokens is None else None
-    serving.limits.check_length(body.suffix, "suffix", context)
+    serving.limits.check_length(body.suffix, "suffix")
     for prompt in body.prompt:
-        serving.limits.check_length(prompt, "prompt", context)
+        serving.limits.check_length(prompt, "prompt")
     serving.limits.check_total_length(body.prompt, "prompt", TOTAL_PROMPTS_FACTOR)
     prompts = [await encode_prompt(serving.tokenizer, prompt, body) for prompt in body.prompt]
     max_tokens = resolve_max_tokens(body.max_tokens, prompts, hello)

@@ -22,8 +22,8 @@ from typing_extensions import TypedDict  # pydantic cannot read the TypedDict of
 
 from config.wording import format_value
 from server.api.http.errors import ApiError
-from server.api.http.json_body import MAX_VALUES, Body, FieldNotes, count_values, get_field_notes
-from server.api.openai.request_models import MAX_NAME_LENGTH, Ignored, LongList, Unsupported, allow_only
+from server.api.http.json_body import MAX_VALUES, Body, FieldNotes, Ignored, count_values, get_field_notes
+from server.api.openai.request_models import MAX_NAME_LENGTH, LongList, Unsupported, allow_only
 from server.api.openai.tools.definitions import Tools
 from server.text.chat.template import RESERVED
 from server.text.errors import TextRefused

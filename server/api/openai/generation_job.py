@@ -170,7 +170,6 @@ class RequestLimits(NamedTuple):
 
     max_choices: int  # most choices of all prompts together
     max_prompt_characters: int  # most characters of a prompt, before it becomes tokens
-    max_token_characters: int | None  # most characters of text in one token; None: any number
     max_stop_strings: int
     max_grammar_bytes: int  # most bytes of a schema or grammar that constrains a text
 
@@ -192,24 +191,11 @@ class RequestLimits(NamedTuple):
             message = f"{size} bytes are too many: at most {self.max_grammar_bytes} (max_grammar_bytes)"
             raise ApiError(400, f"{constraint.param}: {message}", param=constraint.param, code="grammar_too_large")
 
-    def check_length(self, text: object, param: str, context: int | None = None) -> None:
-        """Raise ApiError for a text that is too long to be tokenised, or to fit a context of `context` tokens."""
-        if isinstance(text, str) and len(text) > (
-            longest := self.get_max_characters(context)
-        ):  # ids are checked elsewhere
-            message = f"{param}: longer than {longest} characters, which is all that can be read; make it shorter"
-            if longest < self.max_prompt_characters:
-                message = (
-                    f"{param}: {len(text)} characters cannot fit: the model's context is {context} tokens long, and no "
-                    f"token stands for more than {self.max_token_characters} characters; make it shorter"
-                )
+    def check_length(self, text: object, param: str) -> None:
+        """Raise ApiError for a text that is too long to be tokenised; token ids are checked elsewhere."""
+        if isinstance(text, str) and len(text) > (most := self.max_prompt_characters):
+            message = f"{param}: longer than {most} characters, which is all that can be read; make it shorter"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
-
-    def get_max_characters(self, context: int | None) -> int:
-        """Return the number of characters a text may have, to be tokenised and to fit `context` tokens."""
-        if context is None or self.max_token_characters is None:
-            return self.max_prompt_characters
-        return min(self.max_prompt_characters, context * self.max_token_characters)
 
     def check_total_length(self, texts: Iterable[object], param: str, times: int = 1) -> None:
         """Raise ApiError for texts that together have more than `times` x `max_prompt_characters` characters."""

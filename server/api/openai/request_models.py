@@ -14,16 +14,15 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    SkipValidation,
     ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     field_validator,
 )
 
 from config.settings import MAX_DRAFT_TOKENS
 from config.units import Duration
 from config.wording import format_value, format_values
-from server.api.http.json_body import Body, DecodedIds, ReadAs, RefusingValidator, limit_members
+from server.api.http.json_body import Body, Ignored, RefusingValidator, limit_members
 from server.api.openai.structured.models import StructuredRequest
 from server.engine.ipc.messages import SamplingParams
 
@@ -47,14 +46,9 @@ def _read_no_limit(value: int | None) -> int | None:
 
 
 def _check_text_or_ids(value: Any) -> Any:
-    if isinstance(value, str) or (isinstance(value, list) and all(type(item) is int for item in value)):
+    if isinstance(value, str) or (isinstance(value, list) and {*map(type, value)} <= {int}):
         return value
     raise ValueError("should be a string, or a list of token ids")
-
-
-def _accept_decoded_ids(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Return ids without a check if the decoder has checked them: a second check takes longer than decoding."""
-    return value.flatten() if isinstance(value, DecodedIds) else validate(value)
 
 
 def _parse_token_id_keys(value: Any) -> Any:
@@ -85,14 +79,8 @@ def allow_only(*neutral: Any, instead: str = "leave it out") -> RefusingValidato
 
 T = TypeVar("T")
 LongList = Annotated[list[T], Field(fail_fast=True)]  # stops at the first wrong item, as errors for all take too long
-TokenIds = Annotated[LongList[int], WrapValidator(_accept_decoded_ids), ReadAs.TOKEN_IDS]
-Prompt = Annotated[
-    str | LongList[int],
-    BeforeValidator(_check_text_or_ids),
-    WrapValidator(_accept_decoded_ids),
-    ReadAs.TOKEN_IDS,
-]
-Ignored = Annotated[T | None, ReadAs.IGNORED, Field(exclude=True)]
+TokenIds = LongList[int]
+Prompt = Annotated[SkipValidation[str | list[int]], BeforeValidator(_check_text_or_ids)]
 Unsupported = Annotated[Any, allow_only()]  # refused with any value, as ignoring it would change the response
 AllowedTokens = Annotated[LongList[int], AfterValidator(_check_not_empty)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]

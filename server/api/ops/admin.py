@@ -17,7 +17,7 @@ from config.sizes import Share
 from config.units import Duration
 from server.api.http.api_keys import hash_api_key
 from server.api.http.errors import ApiError, make_error_responses
-from server.api.http.json_body import Body, ReadAs
+from server.api.http.json_body import Body
 from server.api.http.json_route import JsonRoute, StrictJsonRoute
 from server.api.http.middleware import ADMIN_PREFIX, PROFILE_PATH
 from server.api.openai.generation_job import RequestLimits, check_prompt
@@ -63,7 +63,7 @@ class ClearRequest(TenantBody):
 class PinRequest(TenantBody):
     """Body of POST /v1/kv_cache/{instance}/pins: keeps the prefix of a prompt, or one with an id, for `ttl` seconds."""
 
-    prompt: Annotated[Prompt | None, ReadAs.TOKEN_IDS] = None
+    prompt: Prompt | None = None
     prefix: str | None = Field(None, max_length=256, description="id of a cached prefix, instead of a prompt")
     ttl: Duration = Field(gt=0, le=MAX_PIN_SECONDS, description="seconds, or a text such as '10m'")
 
@@ -113,7 +113,7 @@ def router(client: EngineClient, tokenizer: TokenizerBase, limits: RequestLimits
         if body.prefix is not None:
             return await send_command(messages.PinCachedPrefix(instance, body.prefix, body.ttl))
         assert body.prompt is not None  # by check_fields
-        limits.check_length(body.prompt, "prompt", hello.max_seq_len)
+        limits.check_length(body.prompt, "prompt")
         prompt = body.prompt if isinstance(body.prompt, list) else await tokenizer.encode(body.prompt)
         check_prompt(prompt, 0, hello)
         return await send_command(messages.PinPrefix(instance, prompt, body.ttl, body.tenant, body.cache_salt or ""))

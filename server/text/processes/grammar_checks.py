@@ -7,15 +7,13 @@ the grammars of all others waiting. Knows neither processes nor what a grammar i
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from time import monotonic
 
 from server.text.errors import TextLimitError, TextRefused
 from server.text.processes.messages import CheckGrammar, Encoded
 
-MAX_CACHED = 64  # most checks in the cache, beside those that run
+MAX_CACHED = 64  # most checks in the cache
 # Seconds for which it is cached that a check exceeded its limits; the CPU time of equal checks differs a little
 LIMIT_SECONDS = 20.0
 
@@ -26,43 +24,25 @@ class GrammarCheckCache:
     def __init__(self, run: Callable[[CheckGrammar], Awaitable[Encoded]]) -> None:
         """Cache the results of `run`, which checks a grammar."""
         self._run = run
-        self._checks: OrderedDict[CheckGrammar, asyncio.Task[Encoded]] = OrderedDict()  # the last used at the end
-        self._expiry: dict[CheckGrammar, float] = {}  # of those that exceeded limits, by the monotonic clock
+        self._checks: OrderedDict[CheckGrammar, asyncio.Future[Encoded]] = OrderedDict()  # the last used at the end
 
     async def check(self, call: CheckGrammar) -> Encoded:
         """Return the result of `run` for a call; equal calls share one. Raises what `run` raises.
 
         A check goes on if the request for which it began is cancelled.
         """
-        if self._expiry.get(call, math.inf) < monotonic():
-            self._remove(call)
         if call not in self._checks:
-            task = self._checks[call] = asyncio.create_task(self._run_check(call))
-            # Otherwise asyncio logs an exception that nothing awaits, as its request was cancelled
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        task = self._checks[call]
+            check = self._checks[call] = asyncio.ensure_future(self._run(call))
+            check.add_done_callback(lambda done: self._on_done(call, done))
+            if len(self._checks) > MAX_CACHED:
+                self._checks.popitem(last=False)
         self._checks.move_to_end(call)
-        return await asyncio.shield(task)
+        return await asyncio.shield(self._checks[call])
 
-    async def _run_check(self, call: CheckGrammar) -> Encoded:
-        try:
-            return await self._run(call)
-        except TextLimitError:
-            self._expiry[call] = monotonic() + LIMIT_SECONDS
-            raise
-        except TextRefused:
-            raise
-        except BaseException:  # a later attempt may succeed
-            self._remove(call)
-            raise
-        finally:
-            self._evict_oldest()
-
-    def _evict_oldest(self) -> None:
-        done = [call for call, task in self._checks.items() if task.done()]
-        for call in done[: max(0, len(done) - MAX_CACHED)]:
-            self._remove(call)
-
-    def _remove(self, call: CheckGrammar) -> None:
-        self._checks.pop(call, None)
-        self._expiry.pop(call, None)
+    def _on_done(self, call: CheckGrammar, done: asyncio.Future[Encoded]) -> None:
+        """Forget a check that may succeed later; at once, or after a while if it exceeded its limits."""
+        error = None if done.cancelled() else done.exception()  # also marks the exception as retrieved
+        if isinstance(error, TextLimitError):
+            done.get_loop().call_later(LIMIT_SECONDS, self._checks.pop, call, None)
+        elif done.cancelled() or not isinstance(error, TextRefused | None):
+            self._checks.pop(call, None)

@@ -20,7 +20,6 @@ class VocabularyData(msgspec.Struct, frozen=True):
     tokens: list[str | None]  # text of each token, by id; None: no token has this id
     special_ids: list[int]
     decoder: str | None  # JSON text of the decoder, as in tokenizer.json
-    max_chars_per_token: int | None = None  # most characters of text in one token; None: any number
     template_source: str = ""  # source text of the chat templates, which shows how the model writes tool calls
 
 
@@ -39,10 +38,15 @@ class Start(msgspec.Struct, frozen=True):
     seconds: float  # most CPU time of one call, in seconds; after that the kernel ends the process
     memory: int  # most bytes of memory that a call may take beyond those in use after loading
     load_memory: int  # most bytes of memory that loading may take
-    with_vocabulary: bool  # whether the process sends the vocabulary after loading
-    stack: int = 0  # most bytes of the stack in calls; 0: as many as the system allows
     load_seconds: float = 120.0  # most CPU time of loading, in seconds
+    with_vocabulary: bool = False  # whether the process sends the vocabulary after loading
+    stack: int = 0  # most bytes of the stack in calls; 0: as many as the system allows
+    linger: float | None = None  # seconds without a call after which the process ends; None: it runs on
     chat: ChatDefaults = ChatDefaults()
+
+    @property
+    def source_name(self) -> str:
+        return f"the tokenizer in {self.source}" if isinstance(self.source, str) else "the table of the tokens"
 
 
 class Encode(msgspec.Struct, frozen=True):

@@ -16,8 +16,8 @@ import asyncio
 import contextlib
 import logging
 import pickle
-import signal
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -91,29 +91,26 @@ class SandboxedTokenizer(TokenizerBase):
         path = str(directory.resolve())
         self._limits, self._grammar_limits = limits, grammar_limits
         short = CallLimits(min(SHORT_TIME, limits.seconds), min(SHORT_MEMORY, limits.memory))
-        first = TextProcess(
-            _make_start_message(path, short, with_vocabulary=True, chat=chat), stall_seconds=stall_seconds
-        )
+        make_start = partial(Start, load_memory=LOAD_MEMORY, chat=chat)
+        first = TextProcess(make_start(path, *short, with_vocabulary=True), stall_seconds=stall_seconds)
         try:
-            vocabulary = first.wait_for_vocabulary()
+            vocabulary = first.load()
+            assert vocabulary is not None, "Start asks for it"
             super().__init__(vocabulary)
         except BaseException:
-            first.end_now()
+            first.end()
             raise
 
-        def make_queue(start: Start, process: TextProcess | None = None, linger: float | None = None) -> CallQueue:
+        def make_queue(start: Start, process: TextProcess | None = None) -> CallQueue:
             start_process = partial(TextProcess, start, stall_seconds=stall_seconds)
-            return CallQueue(start_process, MAX_QUEUED_CALLS, MAX_QUEUED_BYTES, process=process, linger=linger)
+            return CallQueue(start_process, MAX_QUEUED_CALLS, MAX_QUEUED_BYTES, process)
 
-        tokens = msgspec.msgpack.encode(vocabulary)
-        self._short = make_queue(_make_start_message(path, short, chat=chat), process=first)
-        self._long = make_queue(_make_start_message(path, limits, chat=chat), linger=linger)
-        self._grammars = make_queue(_make_start_message(tokens, grammar_limits, stack=GRAMMAR_STACK))
+        self._short = make_queue(make_start(path, *short), first)
+        self._long = make_queue(make_start(path, *limits, linger=linger))
+        self._grammars = make_queue(
+            make_start(msgspec.msgpack.encode(vocabulary), *grammar_limits, stack=GRAMMAR_STACK)
+        )
         self._checks = GrammarCheckCache(self._check_grammar)
-
-    async def __aenter__(self) -> SandboxedTokenizer:
-        await self._short.open()
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(self._short.close(), self._long.close(), self._grammars.close())
@@ -188,61 +185,39 @@ def serialize_call(call: Call) -> bytes:
         raise TextRefused("the text or messages are too long or nested too deeply; send less") from None
 
 
-def _make_start_message(
-    source: str | bytes,
-    limits: CallLimits,
-    *,
-    with_vocabulary: bool = False,
-    stack: int = 0,
-    chat: ChatDefaults = ChatDefaults(),  # noqa: B008
-) -> Start:
-    return Start(source, limits.seconds, limits.memory, LOAD_MEMORY, with_vocabulary, stack, chat=chat)
-
-
 def load_vocabulary(directory: Path) -> VocabularyData:
     """Return a tokenizer's vocabulary, loaded in a process that has ended. Raises SettingsError if it cannot be loaded.
 
     For processes that only need the table of tokens; blocks until it is loaded.
     """
-    process = TextProcess(_make_start_message(str(directory.resolve()), NO_CALLS, with_vocabulary=True))
+    process = TextProcess(Start(str(directory.resolve()), *NO_CALLS, LOAD_MEMORY, with_vocabulary=True))
     try:
-        return process.wait_for_vocabulary()
+        vocabulary = process.load()
     finally:
-        process.end_now()
+        process.end()
+    assert vocabulary is not None, "Start asks for it"
+    return vocabulary
 
 
 # ---------------------------------------------------------------- one queue
 class CallQueue:
-    """Sends calls to a process one at a time, in order of arrival. For one event loop only."""
+    """Has a process answer calls one at a time, in order of arrival. For one event loop only.
+
+    A thread of the queue's own sends them and waits. It starts the process for the first call, and again whenever it
+    has failed.
+    """
 
     def __init__(
-        self,
-        start: Callable[[], TextProcess],
-        max_calls: int,
-        max_bytes: int,
-        *,
-        process: TextProcess | None = None,
-        linger: float | None = None,
+        self, start: Callable[[], TextProcess], max_calls: int, max_bytes: int, process: TextProcess | None = None
     ) -> None:
-        """Make a queue; `process` is its first process, if one is given.
-
-        A call starts the process if none runs. With `linger`, it ends after so many seconds without a call; otherwise
-        it runs on, and one that has ended is replaced at once.
-        """
+        """Make a queue; `process` is its first process, which has loaded, if one is given."""
         self._make_process = start
         self._max_calls, self._max_bytes = max_calls, max_bytes
         self._process = process
-        self._linger = linger
-        self._lock = asyncio.Lock()  # held while a call uses the process
+        self._thread = ThreadPoolExecutor(1)
         self._calls = self._bytes = 0  # number and bytes of calls that wait or are being answered
         self._closed = False
         self._start_after = 0.0
-        self._idle: asyncio.TimerHandle | None = None
-        self._end_task: asyncio.Task[None] | None = None
-
-    async def open(self) -> None:
-        if self._process is not None:
-            await self._process.connect()
 
     async def run_call(self, request: bytes) -> Answer:
         """Return the answer to a call, which is given as the bytes of one frame.
@@ -251,119 +226,64 @@ class CallQueue:
         A call that is cancelled while it waits is removed. If the process is already answering it, the next call
         waits until the answer is complete.
         """
+        if self._closed:
+            raise TextUnavailable(UNAVAILABLE)
         if self._calls >= self._max_calls or (self._calls and self._bytes + len(request) > self._max_bytes):
             raise TextUnavailable("too many texts wait to be tokenized; try again")
         self._calls += 1
         self._bytes += len(request)
-        task = None
         try:
-            await self._lock.acquire()
-            task = asyncio.create_task(self._run_with_retry(request))
-            task.add_done_callback(lambda task: self._on_call_done(task, len(request)))
-            return await asyncio.shield(task)
+            return await asyncio.wrap_future(self._thread.submit(self._run_with_retry, request))
         finally:
-            if task is None:
-                self._remove_call(len(request))
-
-    def _on_call_done(self, task: asyncio.Task[Answer], size: int) -> None:
-        if not task.cancelled():
-            task.exception()  # marks the exception as retrieved, as the caller may be gone
-        self._lock.release()
-        self._remove_call(size)
-
-    def _remove_call(self, size: int) -> None:
-        self._calls -= 1
-        self._bytes -= size
+            self._calls -= 1
+            self._bytes -= len(request)
 
     async def close(self) -> None:
         """End the process; calls that wait raise TextUnavailable."""
         self._closed = True
-        if self._idle is not None:
-            self._idle.cancel()
-        if self._process is not None:
-            await self._process.end()
-        await self._end_process_locked()
+        if (process := self._process) is not None:
+            process.kill()
+        await asyncio.to_thread(self._thread.shutdown)
+        self._end_process()
 
-    # ------------------------------------------------------------ methods to call while the lock is held
-    async def _run_with_retry(self, request: bytes) -> Answer:
+    # ------------------------------------------------------------ methods that the queue's thread calls
+    def _run_with_retry(self, request: bytes) -> Answer:
         try:
-            return await self._run_once(request)
+            return self._run_once(request)
         except ProcessFailed as error:
             if error.reason != "killed":
                 raise
-        return await self._run_once(request)  # a second attempt: the kill may not be due to the call
+        return self._run_once(request)  # a second attempt: the kill may not be due to the call
 
-    async def _run_once(self, request: bytes) -> Answer:
-        process = await self._get_ready_process()
+    def _run_once(self, request: bytes) -> Answer:
+        process = self._get_process()
         try:
-            return await process.run_call(request)
-        except ProcessFailed as error:
-            raise ProcessFailed(_find_failure_reason(error, await self._end_process())) from None
-        finally:
-            await self._prepare_next()
+            return process.run_call(request)
+        except ProcessFailed:
+            self._end_process()
+            with contextlib.suppress(RuntimeError):  # RuntimeError: the queue is being closed
+                self._thread.submit(self._get_process)  # for the next call
+            raise
 
-    async def _get_ready_process(self) -> TextProcess:
+    def _get_process(self) -> TextProcess:
         """Return a process that has loaded the tokenizer. Raises TextUnavailable if it cannot be started."""
-        if self._process is not None and self._process.disconnected:
-            await self._end_process()
+        if self._process is not None and self._process.has_ended():
+            self._end_process()
         if self._process is None:
-            await self._start_process()
-        assert self._process is not None
-        try:
-            await self._process.wait_until_ready()
-        except (ProcessFailed, SettingsError) as error:
-            raise await self._handle_start_failure(error) from None
+            if self._closed or monotonic() < self._start_after:
+                raise TextUnavailable(UNAVAILABLE)
+            try:
+                self._process = self._make_process()
+                self._process.load()
+            except (OSError, SettingsError) as error:
+                self._start_after = monotonic() + RESTART_DELAY
+                self._end_process()
+                if not self._closed:
+                    log.error("a process that tokenizes or checks grammars did not start: %s", error)
+                raise TextUnavailable(UNAVAILABLE) from None
         return self._process
 
-    async def _start_process(self) -> None:
-        if self._closed or monotonic() < self._start_after:
-            raise TextUnavailable(UNAVAILABLE)
-        try:
-            self._process = self._make_process()
-            await self._process.connect()
-        except OSError as error:
-            raise await self._handle_start_failure(error) from None
-
-    async def _handle_start_failure(self, error: Exception) -> TextUnavailable:
-        """Clean up after a process that did not start; return the error to raise."""
-        self._start_after = monotonic() + RESTART_DELAY
-        await self._end_process()
-        if not self._closed:
-            log.error("a process that tokenizes or checks grammars did not start: %s", error)
-        return TextUnavailable(UNAVAILABLE)
-
-    async def _end_process(self) -> int:
-        """End the process, if there is one; return its exit code."""
+    def _end_process(self) -> None:
         process, self._process = self._process, None
-        return 0 if process is None else await process.end()
-
-    async def _prepare_next(self) -> None:
-        """Start a process for the next call or, with `linger`, set the timer that ends an idle one."""
-        if self._linger is None:
-            if self._process is None:
-                with contextlib.suppress(TextUnavailable):
-                    await self._start_process()  # without waiting until it has loaded
-            return
-        if self._idle is not None:
-            self._idle.cancel()
-        self._idle = asyncio.get_running_loop().call_later(self._linger, self._end_if_idle)
-
-    def _end_if_idle(self) -> None:
-        if not self._lock.locked():
-            self._end_task = asyncio.create_task(self._end_process_locked())
-
-    async def _end_process_locked(self) -> None:
-        async with self._lock:
-            await self._end_process()
-
-
-def _find_failure_reason(error: ProcessFailed, exitcode: int) -> FailureReason:
-    """Return why a call failed; the exit code distinguishes a kill, a timeout and a lack of memory from a crash."""
-    if error.reason != "crash":
-        return error.reason
-    ends: dict[int, FailureReason] = {
-        -signal.SIGKILL: "killed",  # killed by the system or a person, perhaps not because of the call
-        -signal.SIGABRT: "memory",  # Rust aborts when it gets no memory
-        -signal.SIGPROF: "time",
-    }
-    return ends.get(exitcode, "crash")
+        if process is not None:
+            process.end()

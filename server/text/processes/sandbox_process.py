@@ -52,7 +52,7 @@ def main() -> None:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ignored: only the worker ends this process
         signal.signal(number, signal.SIG_IGN)
-    with socket.socket(fileno=os.dup(0)) as connection, contextlib.suppress(OSError):  # OSError: the worker has ended
+    with socket.socket(fileno=os.dup(0)) as connection, contextlib.suppress(OSError):  # no worker, or no call for long
         serve(connection)
     os._exit(0)  # skips the interpreter's cleanup, which takes time and has nothing to save
 
@@ -82,6 +82,7 @@ def serve(connection: socket.socket) -> None:
     limit_resources(start.memory)
     if start.stack:
         limit_stack(start.stack)
+    connection.settimeout(start.linger)
     send(connection, TokenizerLoaded(loaded.vocabulary_data if start.with_vocabulary else None))
     for call in messages:
         assert not isinstance(call, Start), "Start is only the first message"
@@ -105,15 +106,14 @@ def send(connection: socket.socket, message: ProcessMessage) -> None:
 
 def load(start: Start) -> Loaded | Broken:
     """Return what answers calls, or Broken with the reason if the model's files or tokens cannot be used."""
-    name = f"the tokenizer in {start.source}" if isinstance(start.source, str) else "the table of the tokens"
     try:
         return load_encoder(start.source, start.chat) if isinstance(start.source, str) else load_checker(start.source)
     except SettingsError as error:
         return Broken(str(error))
     except MemoryError:
-        return Broken(f"model: {name} takes more than {start.load_memory} bytes to load")
+        return Broken(f"model: {start.source_name} takes more than {start.load_memory} bytes to load")
     except Exception as error:  # files of an unexpected form may raise any exception
-        return Broken(f"model: {name} cannot be read: {type(error).__name__}: {error}")
+        return Broken(f"model: {start.source_name} cannot be read: {type(error).__name__}: {error}")
 
 
 def load_encoder(directory: str, chat: ChatDefaults) -> Loaded:

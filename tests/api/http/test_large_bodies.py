@@ -56,10 +56,10 @@ def chat(name: str, head: bytes, unit: bytes, tail: bytes) -> Large:
 
 
 LARGE = [
-    completion("arrays where nothing has an effect", "metadata", b'{"a": [', b"[],", b"]}", 200),
+    completion("arrays where nothing has an effect", "metadata", b'{"a": [', b"[],", b"]}"),
     completion("a text where nothing has an effect", "user", b'"', b"a", b'"', 200),
     completion("an array as the user", "user", b"[", b"[],", b"]"),
-    completion("small texts as metadata", "metadata", b"{", b'"key": "value",', b"}", 200),
+    completion("small texts as metadata", "metadata", b"{", b'"key": "value",', b"}"),
     completion("arrays in an unknown field", "other", b"[", b"[],", b"]"),
     completion("deep objects", "metadata", b"", b'{"a":', b"1"),
     completion("biases", "logit_bias", b"{", b'"5": 1,', b"}"),

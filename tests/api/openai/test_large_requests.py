@@ -14,7 +14,7 @@ from server.api.openai.generation_job import MAX_LOGPROBS, PromptTokens, check_n
 from server.api.openai.tokenize import MAX_DECODED_TOKENS
 from server.engine.ipc.messages import SamplingParams, Submit
 from server.text.tokenizer import Tokenizer
-from tests.api.conftest import ADMIN_TOKEN, BROKEN, Api, running_api
+from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, generates, scores
 from tests.api.payloads import Encode, error_of
 from tests.patience import PATIENCE
@@ -134,39 +134,7 @@ def test_more_than_this_server_takes(narrow: httpx.Client, path: str, body: dict
     assert narrow.post(COMPLETIONS, json={"model": "tiny", "prompt": "x" * 20, "n": 5}).status_code == 200
 
 
-# ---------------------------------------------------------------- texts that cannot fit the context
-FITS = 256 * 7  # characters: the context, and those of the longest token of the tests' tokenizer
-TOO_LONG = BROKEN.rjust(FITS + 1, "x")
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (COMPLETIONS, {"prompt": TOO_LONG}, "prompt"),
-        (COMPLETIONS, {"prompt": ["x", TOO_LONG]}, "prompt"),
-        (COMPLETIONS, {"prompt": "x", "suffix": TOO_LONG}, "suffix"),
-        (CHATS, {"messages": [USER | {"content": TOO_LONG}]}, "messages"),
-        ("/v1/kv_cache/paged/pins", {"prompt": TOO_LONG, "ttl": 1}, "prompt"),
-    ],
-)
-def test_a_text_that_cannot_fit_is_not_tokenised(
-    engine: FakeEngine, http: httpx.Client, path: str, body: dict[str, Any], param: str
-) -> None:
-    body = body if "ttl" in body else {"model": "tiny"} | body
-    answer = http.post(path, json=body, headers={"Authorization": f"Bearer {ADMIN_TOKEN}"})
-    error = error_of(answer)
-    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
-    assert "cannot fit" in error["message"]
-
-
-def test_the_longest_text_that_fits(engine: FakeEngine, http: httpx.Client) -> None:
-    """Its tokens are as long as tokens are."""
-    longest = " na\u00efve"  # one token, of seven bytes
-    body = {"model": "tiny", "prompt": longest * 256, "max_tokens": 0, "add_special_tokens": False}
-    assert http.post(COMPLETIONS, json=body).status_code == 200
-    assert len(engine.all(Submit)[0].prompt) == 256
-
-
+# ---------------------------------------------------------------- long texts
 def test_a_text_that_is_cut_may_be_longer(engine: FakeEngine, http: httpx.Client) -> None:
     for path, text in ((COMPLETIONS, {"prompt": "x" * 9999}), (CHATS, {"messages": [USER | {"content": "x" * 9999}]})):
         body = {"model": "tiny", "truncate_prompt_tokens": 5} | text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from server.grammar.constraint import Constraint
-from server.text.errors import GrammarError, TextLimitError, TextUnavailable
+from server.text.errors import GrammarError, TextLimitError, TextRefused, TextUnavailable
 from server.text.processes import grammar_checks
 from server.text.processes.messages import CheckGrammar, Encoded
 from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
@@ -112,37 +112,35 @@ def test_a_known_grammar_is_not_checked_again(tmp_path: Path) -> None:
     asyncio.run(use())
 
 
-def test_a_bomb_that_is_sent_again_and_again_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bomb_that_is_sent_again_and_again_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it does not keep other grammars waiting; after a while it is checked anew."""
-    directory = save_tokenizer(tmp_path, byte_level())
-    constraint, _ = BOMBS["a number of many remainders"]
+    monkeypatch.setattr(grammar_checks, "LIMIT_SECONDS", 0.1)
+    calls: list[str] = []
+
+    async def run(call: CheckGrammar) -> Encoded:
+        calls.append(call.text)
+        await asyncio.sleep(0.01)
+        raise TextLimitError("too slow", "grammar_timeout") if call.text == "bomb" else GrammarError("wrong")
 
     async def use() -> None:
-        async with SandboxedTokenizer(directory, TEXTS, TIGHT) as tokenizer:
-            run_call, calls = tokenizer._grammars.run_call, []
-
-            def count(request: bytes) -> Any:
-                calls.append(request)
-                return run_call(request)
-
-            monkeypatch.setattr(tokenizer._grammars, "run_call", count)
-            bombs = [asyncio.create_task(tokenizer.check_grammar(constraint)) for _ in range(5)]
-            await asyncio.sleep(0.1)
-            bombs[0].cancel()
-            for bomb in bombs[1:]:
-                with pytest.raises(TextLimitError):
-                    await bomb
+        checks = grammar_checks.GrammarCheckCache(run)
+        bombs = [asyncio.create_task(checks.check(CheckGrammar("regex", "bomb"))) for _ in range(5)]
+        await asyncio.sleep(0)
+        bombs[0].cancel()
+        for bomb in bombs[1:]:
             with pytest.raises(TextLimitError):
-                await tokenizer.check_grammar(constraint)
-            for _ in range(2):
-                with pytest.raises(GrammarError):
-                    await tokenizer.check_grammar(REFUSED["a bad expression"])
-            assert len(calls) == 2
-            later = time.monotonic() + 2 * grammar_checks.LIMIT_SECONDS
-            monkeypatch.setattr(grammar_checks, "monotonic", lambda: later)
-            with pytest.raises(TextLimitError):
-                await tokenizer.check_grammar(constraint)
-            assert len(calls) == 3
+                await bomb
+        with pytest.raises(TextLimitError):
+            await checks.check(CheckGrammar("regex", "bomb"))
+        for _ in range(2):
+            with pytest.raises(GrammarError):
+                await checks.check(CheckGrammar("regex", "a("))
+        assert calls == ["bomb", "a("]
+        await asyncio.sleep(0.2)
+        for call in ("bomb", "a("):
+            with pytest.raises(TextRefused):
+                await checks.check(CheckGrammar("regex", call))
+        assert calls == ["bomb", "a(", "bomb"]
 
     asyncio.run(use())
 

@@ -157,7 +157,7 @@ def test_a_long_text_goes_to_a_process_that_goes_again(tmp_path: Path) -> None:
     async def use(tokenizer: SandboxedTokenizer) -> None:
         assert len(children()) == 1
         assert await tokenizer.encode(text) == await Tokenizer(byte_level()).encode(text)
-        await until(lambda: len(children()) == 1)
+        await until(lambda: sum(child.status() != psutil.STATUS_ZOMBIE for child in children()) == 1)
         assert await tokenizer.encode(text) == await Tokenizer(byte_level()).encode(text)
 
     run(save_tokenizer(tmp_path, byte_level()), WIDE, use, linger=0.01)
@@ -260,16 +260,12 @@ def test_memory_is_watched_where_the_system_does_not_bound_it(tmp_path: Path) ->
     """The process's own limit is higher here than that of the worker that watches its memory."""
     directory = str(save_with_template(tmp_path, "{% set s = 'a' * n * 10 ** 9 %}{{ (n + 8) ** 10 ** 8 }}"))
 
-    async def use() -> None:
-        process = TextProcess(Start(directory, 60, 2**32, 2**32, False), memory_limit=64 * MIB)
-        await process.connect()
-        await process.wait_until_ready()
-        with pytest.raises(ProcessFailed) as failed:
-            await process.run_call(sandbox.serialize_call(chat(n=1)))
-        assert failed.value.reason == "memory"
-        await process.end()
-
-    asyncio.run(use())
+    process = TextProcess(Start(directory, 60, 2**32, 2**32), memory_limit=64 * MIB)
+    process.load()
+    with pytest.raises(ProcessFailed) as failed:
+        process.run_call(sandbox.serialize_call(chat(n=1)))
+    assert failed.value.reason == "memory"
+    process.end()
 
 
 # ---------------------------------------------------------------- processes that end
@@ -286,9 +282,12 @@ def test_who_waits_is_answered_when_the_process_is_killed(tmp_path: Path) -> Non
     run(save_tokenizer(tmp_path, byte_level()), WIDE, use)
 
 
-def test_it_is_deaf_to_signals_to_the_whole_group(tmp_path: Path) -> None:
+def test_it_is_deaf_to_signals(tmp_path: Path) -> None:
+    """Those of a service manager to all processes; it is not in the group that Ctrl-C interrupts."""
+
     async def use(tokenizer: SandboxedTokenizer) -> None:
         child = the_child()
+        assert os.getpgid(child.pid) != os.getpgid(0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             child.send_signal(number)
         assert await tokenizer.encode("hello") == HELLO
@@ -419,10 +418,10 @@ def test_grammars_find_a_process_that_has_loaded(tmp_path: Path) -> None:
 
 def test_loading_is_bounded_by_its_cpu_time(tmp_path: Path) -> None:
     directory = str(save_tokenizer(tmp_path, many_words()))
-    process = TextProcess(Start(directory, 60, 2**30, 2**32, True, load_seconds=0.02))
+    process = TextProcess(Start(directory, 60, 2**30, 2**32, load_seconds=0.02))
     with pytest.raises(SettingsError, match=r"^model: the tokenizer in .* takes more than 0\.02 s of CPU time to load"):
-        process.wait_for_vocabulary()
-    assert process.end_now() == -signal.SIGPROF
+        process.load()
+    assert process.end() == -signal.SIGPROF
 
 
 # ---------------------------------------------------------------- callers that go, and too many of them
@@ -457,7 +456,7 @@ def test_a_call_that_is_cancelled_in_the_middle_is_still_bounded(tmp_path: Path)
 
 
 def test_more_calls_than_may_wait(tmp_path: Path) -> None:
-    start = partial(TextProcess, Start(str(save_tokenizer(tmp_path, byte_level())), 60, 2**30, 2**32, False))
+    start = partial(TextProcess, Start(str(save_tokenizer(tmp_path, byte_level())), 60, 2**30, 2**32))
     small, large = sandbox.serialize_call(Encode("x", True)), sandbox.serialize_call(Encode("x" * 10_000, True))
 
     async def use() -> None:

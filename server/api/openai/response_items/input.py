@@ -21,8 +21,8 @@ from pydantic import (
 
 from config.wording import format_value
 from server.api.http.errors import Location
-from server.api.http.json_body import Body, PathError, get_field_notes
-from server.api.openai.request_models import INT64, GenerationRequest, Ignored, Unsupported, allow_only
+from server.api.http.json_body import Body, Ignored, PathError, get_field_notes
+from server.api.openai.request_models import INT64, GenerationRequest, Unsupported, allow_only
 from server.api.openai.tools.definitions import TOOL_NAME, check_tool_type
 
 ROLES = ("user", "assistant", "system", "developer")

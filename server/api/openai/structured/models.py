@@ -13,7 +13,7 @@ import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
 from config.wording import format_value
-from server.api.http.json_body import Body, ReadAs, get_field_notes
+from server.api.http.json_body import Body, Ignored, get_field_notes
 from server.grammar.constraint import (
     ANY_JSON,
     BOUNDED_WHITESPACE,
@@ -56,8 +56,8 @@ class JsonSchemaFormat(Body):
 
     name: str = Field("", max_length=256, description="no effect")
     schema_: Schema | None = Field(None, alias="schema", description="the schema of the text; default: any JSON")
-    strict: Annotated[bool | None, ReadAs.IGNORED, Field(exclude=True)] = None
-    description: Annotated[str | None, ReadAs.IGNORED, Field(exclude=True)] = None
+    strict: Ignored[bool] = None
+    description: Ignored[str] = None
 
 
 class ResponseFormat(Body):
@@ -148,7 +148,7 @@ class StructuredRequest(Body):
     guided_whitespace_pattern: Regex | None = Field(
         None, description="older name of structured_outputs.whitespace_pattern"
     )
-    guided_decoding_backend: Annotated[str | None, ReadAs.IGNORED, Field(exclude=True)] = None
+    guided_decoding_backend: Ignored[str] = None
     grammar: Grammar | None = Field(None, description="llama.cpp's name of structured_outputs.grammar")
     json_schema: Schema | None = Field(None, description="llama.cpp's name of structured_outputs.json")
 

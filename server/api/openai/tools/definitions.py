@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PlainVali
 
 from config.wording import format_value
 from server.api.http.errors import ApiError
-from server.api.http.json_body import Body
-from server.api.openai.request_models import Ignored, LongList
+from server.api.http.json_body import Body, Ignored
+from server.api.openai.request_models import LongList
 from server.grammar.json_schema import adapt_schema
 from server.grammar.schema_numbers import SchemaError
 

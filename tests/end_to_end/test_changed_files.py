@@ -1,4 +1,4 @@
-"""Files of a model that change while it is served: replaced ones do no harm, truncated ones are named in the log."""
+"""Files of a model that change while it is served: replaced ones do no harm; truncated ones end the engine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from server.models.files.directory import EMBEDDED
-from server.processes import served_files
-from server.processes.served_files import READ_AHEAD_BYTES, ServedFiles
+from server.processes import read_ahead
+from server.processes.read_ahead import READ_AHEAD_BYTES
 from tests.end_to_end.server_process import Server, eventually, serving
 
 QUESTION = {"prompt": "Once upon", "max_tokens": 12, "temperature": 0}
@@ -60,49 +60,13 @@ def test_a_file_may_be_replaced_while_it_is_served_and_not_truncated(weights: Pa
         logged("ready again")
         os.truncate(weights, 100_000)
         eventually(lambda: server.complete(**QUESTION).status_code == 503)
-        logged(f"a model file that changed: {weights} had {size} bytes when it was loaded and has 100000 now")
+        logged("SIGBUS means that a model's file could not be read")
         logged(f"the engine cannot restart: cannot read {weights}: it is cut off; fetch it again")
 
         replace(weights, whole)
         eventually(lambda: server.get("/ready").status_code == 200)
         assert text(server) == expected
         assert "Traceback" not in server.output.read_text()
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda file: os.truncate(file, 10), "had {size} bytes when it was loaded and has 10 now; put the whole"),
-        (lambda file: os.truncate(file, 10**9), "had {size} bytes when it was loaded and has 1000000000 now"),
-        (lambda file: os.utime(file, (1, 1)), "was written to"),
-        (lambda file: replace(file, b"another"), "a failing disk"),
-        (lambda file: file.unlink(), "a failing disk"),
-        (lambda file: None, "a failing disk"),
-    ],
-)
-def test_what_is_said_of_a_change(change: object, told: str, weights: Path) -> None:
-    assert callable(change)
-    size = weights.stat().st_size
-    files = ServedFiles(weights.parent)
-    change(weights)
-    for code in (0, 1, None, -signal.SIGKILL, -signal.SIGSEGV):
-        assert files.explain(code) is None
-    explained = files.explain(-signal.SIGBUS)
-    assert explained is not None
-    assert told.format(size=size) in explained
-    assert (str(weights) in explained) is ("failing disk" not in told)
-
-
-def test_a_link_leads_to_the_file_that_is_named(weights: Path, tmp_path: Path) -> None:
-    (tmp_path / "unpacked").mkdir()
-    (tmp_path / "unpacked" / "model.gguf").symlink_to(weights)
-    files = ServedFiles(tmp_path / "unpacked")
-    os.truncate(weights, 1)
-    assert str(weights) in str(files.explain(-signal.SIGBUS))
-
-
-def test_a_directory_that_is_not_there_is_no_matter(tmp_path: Path) -> None:
-    assert ServedFiles(tmp_path / "none").explain(-signal.SIGBUS) is not None
 
 
 # ---------------------------------------------------------------- reading ahead
@@ -137,19 +101,18 @@ def forgotten(tmp_path: Path) -> Path:
 
 @linux
 def test_files_are_read_ahead_of_the_engine(forgotten: Path) -> None:
-    ServedFiles(forgotten.parent).read_ahead()
+    read_ahead.read_ahead(forgotten.parent)
     eventually(lambda: in_memory(forgotten) == -(-SIZE // mmap.PAGESIZE))
 
 
 @linux
 def test_files_that_are_large_for_the_memory_are_not(forgotten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_files.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * SIZE - 1))
-    ServedFiles(forgotten.parent).read_ahead()
+    monkeypatch.setattr(read_ahead.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * SIZE - 1))
+    read_ahead.read_ahead(forgotten.parent)
     assert in_memory(forgotten) <= 1
 
 
 def test_files_that_are_gone_do_no_harm(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"x")
-    files = ServedFiles(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    files.read_ahead()
+    (tmp_path / "model.safetensors").symlink_to("nowhere")
+    read_ahead.read_ahead(tmp_path)
+    read_ahead.read_ahead(tmp_path / "none")
