@@ -8,8 +8,13 @@ from __future__ import annotations
 import math
 import re
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
+
+Number = TypeVar("Number", int, float)
+
+MAX_TIMEOUT = 7 * 24 * 3600  # maximum of any timeout, in seconds
 
 _PERCENTAGE = re.compile(r"\s*\d{1,3}(\.\d{1,9})?\s*%")
 _UNITS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}  # milliseconds, in the order of a text
@@ -55,14 +60,32 @@ def parse_duration(text: str) -> float:
     return float(sum(Fraction(count) * unit for count, unit in counts) / 1000)
 
 
+# ---------------------------------------------------------------- flags
+def number_flag(kind: type[Number], noun: str, allows: Callable[[Number], bool]) -> Callable[[str], Number]:
+    """Return a parser of flags that are a number of a kind; it raises ArgumentTypeError for one that is not allowed."""
+
+    def parse(text: str) -> Number:
+        try:
+            if allows(number := kind(text)):
+                return number
+        except ValueError:
+            pass
+        raise ArgumentTypeError(f"{text!r} is not {noun}")
+
+    return parse
+
+
+parse_count_flag = number_flag(int, "a whole number above 0", lambda count: count > 0)
+
+
 def parse_duration_flag(text: str) -> float:
-    """Return the seconds that a flag says; raises ArgumentTypeError unless they are above 0."""
+    """Return the seconds that a flag says; raises ArgumentTypeError unless they are above 0, and a week at most."""
     try:
         seconds = parse_duration(text)
     except ValueError as error:
         raise ArgumentTypeError(error) from None
-    if seconds <= 0:
-        raise ArgumentTypeError(f"{text!r} is not a duration above 0")
+    if not 0 < seconds <= MAX_TIMEOUT:
+        raise ArgumentTypeError(f"{text!r} is not a duration above 0 and of {MAX_TIMEOUT:,} seconds or less")
     return seconds
 
 

@@ -28,7 +28,10 @@ MAY_IMPORT = {  # beside itself
 }
 ALSO = {
     "server.cli.main": {"loadtest.bench", "loadtest.bench.flags"},  # of `kvmux bench`; nothing else of it
-    "loadtest.bench.flags": {"config.quantities", "config.quantities.parse_duration_flag"},
+    "loadtest.bench.flags": {
+        "config.quantities",
+        *(f"config.quantities.{name}" for name in ("number_flag", "parse_count_flag", "parse_duration_flag")),
+    },
     "loadtest.traces": {"config.quantities", "config.quantities.parse_share_flag"},
 }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from config.quantities import parse_duration_flag
+from config.quantities import number_flag, parse_count_flag, parse_duration_flag
 
 DESCRIPTION = """\
 Benchmarks a running server over HTTP, under each of its cache strategies in turn. Reports for every workload the time
@@ -48,6 +48,8 @@ examples:
 """
 
 URL = "http://127.0.0.1:8000"
+_non_negative_int = number_flag(int, "a whole number, 0 or more", lambda number: number >= 0)
+_positive_float = number_flag(float, "a number above 0", lambda number: 0 < number < math.inf)
 WORKLOAD_NAMES = ("a", "b", "c8", "c16", "d", "e1", "e8", "e16", "f", "g")
 
 
@@ -122,19 +124,19 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     _add_arrivals(group)
     add(
         "--requests",
-        type=_positive_int,
+        type=parse_count_flag,
         metavar="N",
         help="number of requests per strategy and round; with --trace: its first N",
     )
     add(
         "--rounds",
-        type=_positive_int,
+        type=parse_count_flag,
         metavar="N",
         help="number of rounds of each workload (default: 3; 1 for a trace)",
     )
     add(
         "--prompt-tokens",
-        type=_positive_int,
+        type=parse_count_flag,
         metavar="N",
         help="number of random tokens of each prompt, different in every prompt",
     )
@@ -144,7 +146,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="number of tokens with which all prompts of a round begin, before those of --prompt-tokens",
     )
-    add("--max-tokens", type=_positive_int, metavar="N", help="number of tokens of each answer")
+    add("--max-tokens", type=parse_count_flag, metavar="N", help="number of tokens of each answer")
     add(
         "--seed",
         type=_non_negative_int,
@@ -164,7 +166,7 @@ def _add_arrivals(group: argparse._ArgumentGroup) -> None:
     arrivals = group.add_mutually_exclusive_group().add_argument
     arrivals(
         "--concurrency",
-        type=_positive_int,
+        type=parse_count_flag,
         metavar="N",
         help="number of clients, each of which sends one request at a time",
     )
@@ -176,7 +178,7 @@ def _add_arrivals(group: argparse._ArgumentGroup) -> None:
     )
     arrivals(
         "--burst",
-        type=_positive_int,
+        type=parse_count_flag,
         metavar="N",
         help="number of requests in a burst; --every is the time from one to the next",
     )
@@ -198,28 +200,6 @@ def _add_arrivals(group: argparse._ArgumentGroup) -> None:
         metavar="X",
         help="factor by which a trace is sent faster than recorded (default: 1)",
     )
-
-
-def _positive_int(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _non_negative_int(text: str) -> int:
-    if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
-    return int(text)
-
-
-def _positive_float(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from config.quantities import parse_count_flag
+
 DESCRIPTION = """\
 Runs the same documents under several cache strategies, with the server's own engine, and reports how each differs
 from exact caching: perplexity, share of tokens with the same top-1 token, KL divergence, and recall of answers by
@@ -61,26 +63,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--length",
-        type=_parse_positive,
+        type=parse_count_flag,
         metavar="N",
         help="tokens of a document (default: the model's context, at most 2048); more than the context if all "
         "strategies are of kind streaming: the first of them is then what the others are compared with",
     )
     add(
         "--texts",
-        type=_parse_positive,
+        type=parse_count_flag,
         metavar="N",
         help=f"number of documents of running text (default: {EvaluateOptions.texts})",
     )
     add(
         "--records",
-        type=_parse_positive,
+        type=parse_count_flag,
         metavar="N",
         help=f"number of documents with answers to recall (default: {EvaluateOptions.records})",
     )
     add(
         "--question-at",
-        type=_parse_positive,
+        type=parse_count_flag,
         metavar="N",
         help="end each record with one question, whose last token follows N others: if `compressed` drops keys after "
         "N tokens (a multiple of its option `every`), its scorer has seen the question",
@@ -92,19 +94,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--row-tokens",
-        type=_parse_positive,
+        type=parse_count_flag,
         metavar="N",
         help="tokens of a document to compute in one step; 1 is as in decoding (default and maximum: as many as fit)",
     )
     add("--seed", type=_parse_text, metavar="TEXT", help="seed of the generated documents")
     add("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
     add("--plot", type=Path, metavar="FILE", help="plot the results to this .png, .svg or .pdf; needs kvmux[evaluate]")
-
-
-def _parse_positive(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
 
 
 def _parse_text(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.quantities import parse_duration_flag
+from config.quantities import parse_count_flag, parse_duration_flag
 
 DESCRIPTION = """\
 Shows where the time of a step goes, and how near it comes to the limits of this machine: each operation of the kernels,
@@ -49,26 +49,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("profile").add_argument
     add(
         "--sequences",
-        type=_parse_positive,
+        type=parse_count_flag,
         nargs="+",
         metavar="N",
         help="numbers of sequences to decode together; each number is profiled in turn (default: 1 8 16)",
     )
     add(
         "--context",
-        type=_parse_positive,
+        type=parse_count_flag,
         metavar="N",
         help=f"tokens in the cache of each sequence before it decodes (default: {ProfileOptions.context})",
     )
     add(
         "--prefill",
-        type=_parse_positive,
+        type=parse_count_flag,
         metavar="N",
         help="tokens of the prompt that a prefill step computes (default: as many as fit into one step)",
     )
     add(
         "--steps",
-        type=_parse_positive,
+        type=parse_count_flag,
         metavar="N",
         help=f"number of steps to measure or record (default: {ProfileOptions.steps})",
     )
@@ -101,9 +101,3 @@ def _add_flags_of_recordings(add: Callable[..., object]) -> None:
         metavar="FILE",
         help=f"write the Chrome trace of a recording to this file (default: {ProfileOptions.trace})",
     )
-
-
-def _parse_positive(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
