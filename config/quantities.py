@@ -8,11 +8,8 @@ from __future__ import annotations
 import math
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, TypeVar
-
-Number = TypeVar("Number", int, float)
+from typing import Any
 
 MAX_TIMEOUT = 7 * 24 * 3600  # maximum of any timeout, in seconds
 
@@ -58,24 +55,6 @@ def parse_duration(text: str) -> float:
         )
     counts = zip(parts.groups(default="0"), _UNITS.values(), strict=True)
     return float(sum(Fraction(count) * unit for count, unit in counts) / 1000)
-
-
-# ---------------------------------------------------------------- flags
-def number_flag(kind: type[Number], noun: str, allows: Callable[[Number], bool]) -> Callable[[str], Number]:
-    """Return a parser of flags that are a number of a kind; it raises ArgumentTypeError for one that is not allowed."""
-
-    def parse(text: str) -> Number:
-        try:
-            if allows(number := kind(text)):
-                return number
-        except ValueError:
-            pass
-        raise ArgumentTypeError(f"{text!r} is not {noun}")
-
-    return parse
-
-
-parse_count_flag = number_flag(int, "a whole number above 0", lambda count: count > 0)
 
 
 def parse_duration_flag(text: str) -> float:

@@ -29,8 +29,9 @@ MAY_IMPORT = {  # beside itself
 ALSO = {
     "server.cli.main": {"loadtest.bench", "loadtest.bench.flags"},  # of `kvmux bench`; nothing else of it
     "loadtest.bench.flags": {
-        "config.quantities",
-        *(f"config.quantities.{name}" for name in ("number_flag", "parse_count_flag", "parse_duration_flag")),
+        "config.flags",
+        *(f"config.flags.{name}" for name in ("Kind", "COUNT", "DURATION", "FILE", "SWITCH")),
+        *(f"config.flags.{name}" for name in ("add_flags", "flag", "number_flag")),
     },
     "loadtest.traces": {"config.quantities", "config.quantities.parse_share_flag"},
 }

@@ -21,6 +21,7 @@ from typing import Any
 
 import server
 from config.errors import SettingsError, format_error
+from config.flags import add_flags
 from config.quantities import parse_duration_flag
 from config.settings import MIN_API_KEY_LENGTH, Settings, group_settings, load_settings
 from loadtest.bench import flags as bench_flags
@@ -287,7 +288,7 @@ def _add_bench(commands: Commands) -> None:
         description=bench_flags.DESCRIPTION,
         epilog=bench_flags.EPILOG,
     )
-    bench_flags.add_flags(parser)
+    bench_flags.add_bench_flags(parser)
 
 
 def _add_evaluate(commands: Commands) -> None:
@@ -300,7 +301,7 @@ def _add_evaluate(commands: Commands) -> None:
         description=evaluation_flags.DESCRIPTION,
         epilog=evaluation_flags.EPILOG,
     )
-    evaluation_flags.add_flags(parser)
+    add_flags(parser, "evaluation", evaluation_flags.EvaluateOptions)
     add_settings(parser, {"settings": EVALUATION_SETTINGS})
 
 
@@ -314,7 +315,7 @@ def _add_profile(commands: Commands) -> None:
         description=profiling_flags.DESCRIPTION,
         epilog=profiling_flags.EPILOG,
     )
-    profiling_flags.add_flags(parser)
+    profiling_flags.add_profile_flags(parser)
     add_settings(parser, {"settings": PROFILE_SETTINGS})
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib.util
 import math
 import pkgutil
+from dataclasses import dataclass
 from typing import Any
 
 from config.errors import SettingsError
-from config.quantities import number_flag, parse_count_flag
+from config.flags import COUNT, Kind, add_flags, flag, number_flag
 from config.settings import group_settings
 from server.cli.flags import add_settings
 from server.cli.parser import Commands, add_command, add_command_group
@@ -38,6 +39,25 @@ examples:
 """
 
 
+_AMOUNT = Kind("X", number_flag(float, "a number, 0 or more", lambda number: 0 <= number < math.inf))
+
+
+@dataclass(frozen=True)
+class _ReplicaOptions:
+    replicas: int = flag(1, COUNT, "number of replicas")
+    max_replicas: int | None = flag(
+        None,
+        COUNT,
+        "number up to which Ray adds replicas while prompts wait or KV memory is full (default: it adds none)",
+    )
+    replicas_per_node: int | None = flag(
+        None, COUNT, "most replicas on a machine, among which it is divided (default: evenly many on all machines)"
+    )
+    cpus_per_replica: float = flag(0.0, _AMOUNT, "CPUs that Ray reserves for a replica")
+    gpus_per_replica: float = flag(0.0, _AMOUNT, "GPUs that Ray gives a replica")
+    address: str | None = flag(None, Kind("ADDRESS"), "address of a running Ray cluster; auto: one found here")
+
+
 def add_ray(commands: Commands) -> None:
     """Add the command `ray` with its command `up`."""
     parts = add_command_group(
@@ -60,24 +80,7 @@ def _add_up(commands: Commands) -> None:
         description=UP_DESCRIPTION,
         epilog=UP_EPILOG,
     )
-    group = parser.add_argument_group("replicas")
-    amount = number_flag(float, "a number, 0 or more", lambda number: 0 <= number < math.inf)
-    group.add_argument("--replicas", type=parse_count_flag, metavar="N", help="number of replicas (default: 1)")
-    group.add_argument(
-        "--max-replicas",
-        type=parse_count_flag,
-        metavar="N",
-        help="number up to which Ray adds replicas while prompts wait or KV memory is full (default: it adds none)",
-    )
-    group.add_argument(
-        "--replicas-per-node",
-        type=parse_count_flag,
-        metavar="N",
-        help="most replicas on a machine, among which it is divided (default: evenly many on all machines)",
-    )
-    group.add_argument("--cpus-per-replica", type=amount, metavar="X", help="CPUs that Ray reserves for a replica")
-    group.add_argument("--gpus-per-replica", type=amount, metavar="X", help="GPUs that Ray gives a replica")
-    group.add_argument("--address", metavar="ADDRESS", help="address of a running Ray cluster; auto: one found here")
+    add_flags(parser, "replicas", _ReplicaOptions)
     add_settings(parser, group_settings())
 
 

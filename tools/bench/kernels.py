@@ -17,7 +17,7 @@ from typing import NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 
-from config.quantities import parse_count_flag
+from config.flags import parse_count_flag
 from kernels.backends import REFERENCE, list_backends
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps

@@ -21,7 +21,7 @@ import torch
 
 from cache_strategies.registry import list_kinds
 from config.errors import SettingsError
-from config.quantities import parse_count_flag
+from config.flags import parse_count_flag
 from config.settings import Settings, StrategySettings, load_settings
 from config.sources import ENV_PREFIX
 from loadtest.bench.client import ServerError
