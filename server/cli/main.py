@@ -45,20 +45,9 @@ log = logging.getLogger(__name__)
 
 MIN_OPEN_FILES = 64
 
-
-EVALUATION_SETTINGS = (
-    "model",
-    "revision",
-    "allow_symlinks",
-    "model_impl",
-    "device",
-    "dtype",
-    "weights",
-    "kernels",
-    "threads",
-    "kv_memory",
-    "max_num_batched_tokens",
-)
+# Settings of the commands that run a model without serving it.
+COMMON = ("model", "revision", "allow_symlinks", "model_impl", "device", "dtype", "weights", "kernels", "threads")
+EVALUATION_SETTINGS = (*COMMON, "kv_memory", "max_num_batched_tokens")
 PROFILE_SETTINGS = (*EVALUATION_SETTINGS, "max_num_seqs", "max_seq_len", "admin_token")
 
 DESCRIPTION = """\
