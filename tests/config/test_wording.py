@@ -75,7 +75,7 @@ def test_any_value_of_a_roll_out_that_an_operator_starts(key: str, rng: random.R
 
 
 def test_secrets() -> None:
-    assert SECRETS == {"api_keys", "key_limits", "admin_token", "metrics_key", "otlp_traces_endpoint"}
+    assert {"api_keys", "key_limits", "admin_token", "metrics_key", "otlp_traces_endpoint"} == SECRETS
     assert "my-secret" not in repr(Settings(admin_token="my-secret"))
 
 
