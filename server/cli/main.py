@@ -313,13 +313,10 @@ def _add_doctor(commands: Commands) -> None:
         commands,
         "doctor",
         doctor,
-        "[FILE.gguf] [--out FILE]",
+        "[--out FILE]",
         help="report on this machine and on whether its kernels compute correctly",
         description="Prints a report on this machine and its kernels, and writes it to a file\n"
         "to attach to a bug report.",
-    )
-    parser.add_argument(
-        "file", nargs="?", type=Path, metavar="FILE.gguf", help="tell also which formats the weights of this file have"
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the report to this file (default: kvmux-doctor.json)"
