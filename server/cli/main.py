@@ -25,7 +25,6 @@ from config.flags import add_flags
 from config.quantities import parse_duration_flag
 from config.settings import MIN_API_KEY_LENGTH, Settings, group_settings, load_settings
 from loadtest.bench import flags as bench_flags
-from server.cli.banner import format_banner
 from server.cli.flags import add_settings, pop_settings_file
 from server.cli.health import TIMEOUT, check_health
 from server.cli.parser import Commands, Parser, add_command
@@ -155,7 +154,8 @@ def _run_supervisor(settings: Settings, listener: socket.socket, metrics_listene
         if in_log:
             log.info(serves, extra=fields(url=url, **ready))
         else:
-            print_safely(format_banner(url, settings, ready), sys.stdout)
+            # imported by name, as it needs jinja, and help and errors do not
+            print_safely(pkgutil.resolve_name("server.cli.banner:format_banner")(url, settings, ready), sys.stdout)
 
     return Supervisor(settings, listener, announce, metrics_listener=metrics_listener).run()
 
