@@ -20,9 +20,8 @@ from config.errors import SettingsError
 
 ENV_PREFIX = "KVMUX_"
 ENV_CONFIG = "KVMUX_CONFIG"  # environment variable that names the settings file, and is no setting
-ENV_NESTED = (
-    "KVMUX_STRATEGIES"  # the only table in which variables set one value: KVMUX_STRATEGIES__<instance>__<option>
-)
+# The only table in which variables set one value: KVMUX_STRATEGIES__<instance>__<option>.
+ENV_NESTED = "KVMUX_STRATEGIES"
 
 
 def env_name(setting: str) -> str:
