@@ -11,6 +11,8 @@ from argparse import ArgumentTypeError
 from fractions import Fraction
 from typing import Any
 
+MAX_TIMEOUT = 7 * 24 * 3600  # maximum of any timeout, in seconds
+
 _PERCENTAGE = re.compile(r"\s*\d{1,3}(\.\d{1,9})?\s*%")
 _UNITS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}  # milliseconds, in the order of a text
 _DURATION = re.compile(r"\s*".join(rf"(?:(\d{{1,9}}(?:\.\d{{1,9}})?)\s*{unit})?" for unit in _UNITS))
@@ -56,13 +58,13 @@ def parse_duration(text: str) -> float:
 
 
 def parse_duration_flag(text: str) -> float:
-    """Return the seconds that a flag says; raises ArgumentTypeError unless they are above 0."""
+    """Return the seconds that a flag says; raises ArgumentTypeError unless they are above 0, and a week at most."""
     try:
         seconds = parse_duration(text)
     except ValueError as error:
         raise ArgumentTypeError(error) from None
-    if seconds <= 0:
-        raise ArgumentTypeError(f"{text!r} is not a duration above 0")
+    if not 0 < seconds <= MAX_TIMEOUT:
+        raise ArgumentTypeError(f"{text!r} is not a duration above 0 and of {MAX_TIMEOUT:,} seconds or less")
     return seconds
 
 

@@ -1,42 +1,38 @@
-"""Every setting of the server, its default, and which values are refused.
+"""Every setting of the server: its name, type, bounds, default and description, once, in the class of its group.
 
-A value from any source (`sources.py`) beats the default, and values of all sources are checked alike. Does not know the
-strategies: the options of an instance are checked by its kind, in the engine.
+Flags, environment variables, help and docs/reference/settings.md are made from these fields. A value from any source
+(`sources.py`) beats the default, and values of all sources are checked alike. Does not know the strategies: the options
+of an instance are checked by its kind, in the engine.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
 )
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from config.errors import SettingsError
+from config.quantities import MAX_TIMEOUT
 from config.rollouts import GuardSettings, RolloutSettings, check_rollouts
 from config.sizes import Share, exceeds, parse_bytes
-from config.sources import (
-    ENV_PREFIX,
-    Sources,
-    apply_renames,
-    check_environment,
-    did_you_mean,
-    read_file,
-    read_renamed_environment,
-)
-from config.units import Duration, Proportion, Size
+from config.sources import ENV_PREFIX, Sources, did_you_mean, read_environment, read_file
+from config.units import Duration, Metavar, Proportion, Size
 from config.wording import explain_problem
 
 Device = Literal["auto", "cpu", "mps", "cuda", "metal-emulated", "metal-checked"]
@@ -44,7 +40,17 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["auto", "f32", "bf16", "f16", "int8", "int4"]
 ModelImpl = Literal["auto", "lean", "transformers"]
 
+MAX_DEPTH = 16  # maximum depth of tables within tables in a setting's value
+MIN_API_KEY_LENGTH = 8  # minimum number of characters of an API key that cannot easily be guessed
+MAX_DRAFT_TOKENS = 16  # maximum number of draft tokens in a step
 
+MEBIBYTE = 2**20
+BODY_OVERHEAD_BYTES = MEBIBYTE  # bytes allowed in a request's body in addition to its prompts
+BYTES_PER_TOKEN_ID = 8  # bytes of a prompt's token id in JSON ("123456, "); a token of text takes fewer
+MAX_DEFAULT_BODY_BYTES = 32 * MEBIBYTE
+
+
+# ---------------------------------------------------------------- types of settings
 def _split_words(value: Any) -> Any:
     """Split the text "a,b" of a flag or an environment variable into ["a", "b"], as a settings file has it.
 
@@ -54,9 +60,6 @@ def _split_words(value: Any) -> Any:
     if words is not None and not (isinstance(words, list) and words and all(words)):
         raise ValueError("should be a word, or several with commas between; leave it out to have none")
     return words
-
-
-MAX_DEPTH = 16  # maximum depth of tables within tables in a setting's value
 
 
 def _parse_object(value: Any) -> Any:
@@ -72,24 +75,45 @@ def _parse_object(value: Any) -> Any:
     return found
 
 
-JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_object)]  # a flag has it as JSON
-StringList = Annotated[list[str] | None, NoDecode, BeforeValidator(_split_words)]
+def _check_names(value: str | None) -> str | None:
+    if value is not None and not all(name.strip() for name in value.split(",")):
+        raise ValueError(f"{value!r} has an empty name: write 'name' or 'name,alias'")
+    return value
 
 
-def _check_memory(value: Any, least: str, reason: str) -> str:
-    """Return an amount of memory as text. Raises ValueError with the reason if it is below the least."""
-    if parse_bytes(value) < parse_bytes(least):
-        raise ValueError(f"should be {least} or more: {reason}")
-    return str(value)
+def _check_api_keys(value: list[str] | None) -> list[str] | None:
+    for number, key in enumerate(value or [], start=1):  # errors say the number, not the key: they are logged
+        if not all("!" <= letter <= "~" for letter in key):
+            raise ValueError(f"key {number} should be letters, digits and signs of ASCII, no spaces")
+    return value
 
 
-def _is_url(text: str) -> bool:
-    """Return whether a text is a URL that begins with http:// or https:// and has a host."""
+def _check_url(text: str) -> str:
+    """Return a URL as it is. Raises ValueError if the text is none; the message does not quote it, for passwords."""
     try:
         url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and text.split() == [text]
+        if url.scheme in ("http", "https") and url.hostname and url.port != 0 and text.split() == [text]:
+            return text
     except ValueError:  # the text has an unclosed bracket or an impossible port
-        return False
+        pass
+    raise ValueError("should be a URL like http://127.0.0.1:4318")
+
+
+def _at_least(least: str, reason: str) -> BeforeValidator:
+    """Return a validator of amounts of memory, which gives the reason for refusing one below the least."""
+
+    def check(value: Any) -> str:
+        if parse_bytes(value) < parse_bytes(least):
+            raise ValueError(f"should be {least} or more: {reason}")
+        return str(value)  # in a settings file the value may be an integer, a number of bytes
+
+    return BeforeValidator(check)
+
+
+def _check_kv_memory(value: Any) -> str:
+    if value != "auto":
+        parse_bytes(str(value))
+    return str(value)
 
 
 def _check_characters(value: Any, depth: int = MAX_DEPTH) -> None:
@@ -107,27 +131,24 @@ def _check_characters(value: Any, depth: int = MAX_DEPTH) -> None:
                 _check_characters(value[part], depth - 1)
 
 
-MAX_TIMEOUT = 7 * 24 * 3600  # maximum of any timeout, in seconds
-SECRETS = frozenset(
-    {"api_keys", "key_limits", "admin_token", "metrics_key", "otlp_traces_endpoint"}
-)  # settings whose values no message shows
-MIN_API_KEY_LENGTH = 8  # minimum number of characters of an API key that cannot easily be guessed
-MAX_DRAFT_TOKENS = 16  # maximum number of draft tokens in a step
-
-MEBIBYTE = 2**20
-BODY_OVERHEAD_BYTES = MEBIBYTE  # bytes allowed in a request's body in addition to its prompts
-BYTES_PER_TOKEN_ID = 8  # bytes of a prompt's token id in JSON ("123456, "); a token of text takes fewer
-MAX_DEFAULT_BODY_BYTES = 32 * MEBIBYTE
+Address = Annotated[str, Metavar("ADDRESS")]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Timeout = Annotated[Duration, Field(gt=0, le=MAX_TIMEOUT)]
+Period = Annotated[Duration, Field(ge=0, le=MAX_TIMEOUT)]
+Memory = Annotated[str, Metavar("SIZE")]
+ModelNames = Annotated[str, Metavar("NAME[,ALIAS]"), AfterValidator(_check_names)]
+JsonObject = Annotated[dict[str, Any], Metavar("JSON"), BeforeValidator(_parse_object)]
+StringList = Annotated[list[str] | None, NoDecode, BeforeValidator(_split_words)]
 
 
+# ---------------------------------------------------------------- tables of a settings file
 class StrategySettings(BaseModel):
     """A named instance of a kind of cache strategy. Fields that are not declared here are options of the kind."""
 
     model_config = ConfigDict(extra="allow")
 
     kind: str = Field(
-        description="contiguous, sliding_window, paged, quest, compressed, mirrored, the name a plug-in registered, or "
-        "module:Class"
+        description="built-in kind, such as paged or streaming, the name a plug-in registered, or module:Class"
     )
     floor: Share = Field("0%", description="KV memory that no other instance may take")
     limit: Share = Field("100%", description="KV memory that it may hold at most")
@@ -203,7 +224,7 @@ def resolve_fallbacks(fallbacks: Mapping[str, str | None]) -> dict[str, tuple[st
 
 
 def default_strategies() -> dict[str, StrategySettings]:
-    """Return one instance of each built-in kind that is not only for comparison, under the kind's own name.
+    """Return the instances that every server has, under the names of their kinds.
 
     An instance of `mirrored` would raise the least KV memory of every server, as its longest sequence must fit.
     """
@@ -214,356 +235,274 @@ def default_strategies() -> dict[str, StrategySettings]:
     }
 
 
-class Settings(BaseSettings):
-    """The server's settings. Each field is also a flag (`--max-seq-len`) and a variable (`KVMUX_MAX_SEQ_LEN`)."""
+class SettingsGroup(BaseSettings):
+    """Settings that the help and the documents list together, under the group's title.
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid")
+    The text below a field is its description in both. A setting's flag and variable follow from its name.
+    """
 
-    model: str = Field(
-        "tiny",
-        description="directory of a Hugging Face model, its name on the hub, or a GGUF file; 'tiny': the model "
-        "that is embedded in kvmux",
-    )
-    revision: str | None = Field(
-        None, description="branch, tag or commit of a model on the Hugging Face hub; default: main"
-    )
-    allow_symlinks: bool = Field(
-        False,
-        description="follow symbolic links in the model's directory even if they lead out of it; otherwise such a link "
-        "is an error",
-    )
-    model_name: str | None = Field(
-        None,
-        description="model name that clients use in requests, or several, separated by commas; default: the model's "
-        "own name",
-    )
-    skip_model_name_validation: bool = Field(
-        False, description="accept any model name in a request, and use the model that is served"
-    )
-    kernels: Literal["auto", "reference"] = Field(
-        "auto",
-        description="implementation of attention and the other operations; auto: the fastest for the device; "
-        "reference: plain PyTorch, slower, to compare results or to rule out a bug in the kernels",
-    )
-    metal_capture_steps: int | None = Field(
-        None,
-        ge=1,
-        description="number of steps, from the first, whose GPU launches on mps are recorded in 0000-kvmux.gputrace, "
-        "for Xcode; needs MTL_CAPTURE_ENABLED=1 in the environment; default: none",
-    )
-    model_impl: ModelImpl = Field(
-        "auto",
-        description="implementation of the model; lean: kvmux's own decoder; auto: lean if it supports the model, else "
-        "transformers",
-    )
-    host: str = Field("127.0.0.1", description="address that the server listens on")
-    port: int = Field(8000, ge=0, le=65535, description="port that the server listens on; 0: any free port")
-    workers: int = Field(1, ge=1, le=64, description="number of API processes, which receive and answer requests")
-    metrics_port: int | None = Field(
-        None,
-        ge=0,
-        le=65535,
-        description="separate port for /metrics, which `port` then does not serve; default: /metrics is on `port`",
-    )
-    metrics_host: str | None = Field(
-        None, description="address that the port for /metrics listens on; default: the address `host`"
-    )
-    deterministic: bool = Field(
-        False,
-        description="refuse to start unless a request's results are bitwise the same whatever other requests run; "
-        "possible with CPU kernels only",
-    )
-    device: Device = Field(
-        "auto",
-        description="device that runs the model; auto: cuda, else mps, else cpu; metal-emulated: the Metal kernels on "
-        "this machine's CPU, slowly, to try them without a Mac; metal-checked: the same, checked for races and bounds",
-    )
-    dtype: DType = Field(
-        "auto",
-        description="dtype of activations, keys and values; auto: the model's own dtype if the device is fast at it",
-    )
-    weights: Weights = Field(
-        "auto",
-        description="format of the weights in memory; auto: as in the checkpoint if that is quantized, else in "
-        "the dtype of activations (`dtype`); int8 costs hardly any quality, int4 as much as a Q4_K_M file",
-    )
-    weights_cache: str | None = Field(
-        None,
-        description="folder that keeps the weights quantized to int8 or int4 for the next start; off: keep nothing; "
-        "default: a folder in the user's cache directory",
-    )
-    threads: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads of the engine; default: one per core, one fewer for small models"
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        use_attribute_docstrings=True,
+        defer_build=True,  # only `Settings` is made
     )
 
-    admin_token: str | None = Field(
-        None,
-        min_length=8,
-        description="token that an operator's request needs to clear, pin or resize caches or to record profiles; "
-        "default: no request may do that",
-    )
-    api_keys: StringList = Field(
-        None,
-        description="API keys, separated by commas, one of which is required for /v1/*, the same routes without /v1 "
-        "and the tokenizer's routes; default: no key is needed",
-    )
-    metrics_key: str | None = Field(
-        None, min_length=8, description="key that is required for /metrics; default: no key is needed"
-    )
-    unknown_fields: Literal["reject", "ignore"] = Field(
-        "reject",
-        description="what to do with a request's fields that the server does not know; reject: answer 400; ignore: "
-        "name them in a header of the response",
-    )
-    cors_origins: StringList = Field(
-        None,
-        description="origins of the web pages that may call the server, such as 'https://a.example', separated by "
-        "commas; '*': all; default: none",
-    )
-    max_body_bytes: Size | None = Field(
-        None,
-        ge=1024,
-        description="maximum number of bytes of a request's body; a longer one is answered 413; default: 1 MiB + "
-        "max(max_prompt_characters, 8 x max_choices x max_seq_len), but no more than 32 MiB",
-    )
-    max_inflight_body_bytes: Size | None = Field(
-        None,
-        ge=1024,
-        description="maximum number of bytes of all request bodies that an API process receives, parses and tokenizes "
-        "at a time; further requests are answered 429; default: 4 times max_body_bytes, but no less than 64 MiB",
-    )
-    max_header_bytes: Size = Field(
-        64 * 2**10,
-        ge=1024,
-        description="maximum number of bytes of a request's line and headers; longer ones are answered 431",
-    )
-    header_timeout: Duration = Field(
-        30.0,
-        gt=0,
-        le=MAX_TIMEOUT,
-        description="maximum number of seconds until a request's line and headers have arrived; then it is "
-        "answered 408",
-    )
-    body_timeout: Duration = Field(
-        30.0,
-        gt=0,
-        le=MAX_TIMEOUT,
-        description="maximum number of seconds in which nothing of a request's body arrives; then it is answered 408",
-    )
-    keep_alive_timeout: Duration = Field(
-        120.0,
-        gt=0,
-        le=MAX_TIMEOUT,
-        description="number of seconds that a connection stays open without a request; should be longer than clients "
-        "keep theirs (Go 90 s), so that none is closed while a client uses it again",
-    )
-    queue_timeout: Duration | None = Field(
-        None,
-        gt=0,
-        le=MAX_TIMEOUT,
-        description="maximum number of seconds that a request waits for a seat in its cache; then it is answered 503; "
-        "default: no limit while its client is connected",
-    )
-    request_timeout: Duration | None = Field(
-        None,
-        gt=0,
-        le=MAX_TIMEOUT,
-        description="maximum number of seconds from a request's arrival to the end of its answer; then it fails with "
-        "status 504; default: no limit",
-    )
-    drain_seconds: Duration = Field(
-        15.0,
-        ge=0,
-        le=MAX_TIMEOUT,
-        description="number of seconds in which running requests may finish after the server has received SIGTERM",
-    )
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # pydantic reads no other source: load_settings() has merged them all
 
-    strategy_timeout: Duration = Field(
-        5.0,
-        ge=0.1,
-        le=MAX_TIMEOUT,
-        description="number of seconds after which a call of a strategy that has not returned, or a sequence that it "
-        "does not let go on, counts as a fault of the strategy",
-    )
-    watchdog_timeout: Duration = Field(
-        120.0,
-        ge=1,
-        le=MAX_TIMEOUT,
-        description="number of seconds without a heartbeat after which the engine or an API process is killed and "
-        "restarted; has to be more than the longest step takes",
-    )
 
-    kv_memory: str = Field(
-        "auto",
-        description="memory for the keys and values of all instances, such as '2GiB'; auto: the share kv_memory_share "
-        "of the free memory",
-    )
-    kv_memory_share: Proportion = Field(
-        0.3, gt=0, lt=1, description="with kv_memory=auto: share of the memory that is free once the weights are loaded"
-    )
-    kv_memory_at_start: bool = Field(
-        False,
-        description="take all KV memory from the system before the server is ready, not while it serves: the start "
-        "takes longer, and memory that is missing ends it",
-    )
-    kv_overcommit: float = Field(
-        1.5,
-        ge=1,
-        description="maximum multiple of the KV memory that all admitted requests together could fill at their full "
-        "lengths; a request that would exceed it waits",
-    )
-    max_seq_len: int | None = Field(
-        None,
-        ge=2,
-        description="maximum number of tokens of prompt and completion together, or of the prompt alone under "
-        "strategies of kind streaming; default: the model's context, at most 8192",
-    )
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="maximum number of sequences that run at a time")
-    max_num_batched_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=65536,
-        description="maximum number of prompt tokens in a step; default: 512 on the CPU, else 1024",
-    )
-    max_choices: int = Field(256, ge=1, description="maximum number of choices of a request: prompts times `n`")
-    max_stop_strings: int = Field(64, ge=4, le=1024, description="maximum number of strings in `stop` of a request")
-    max_prompt_characters: int = Field(
-        2**21, ge=1, description="maximum number of characters of a prompt, before it is tokenized"
-    )
-    text_timeout: Duration = Field(
-        10.0,
-        gt=0,
-        le=MAX_TIMEOUT,
-        description="maximum number of seconds of CPU time that the model's chat template and tokenizer may take for a "
-        "prompt; then the request is answered 400",
-    )
-    text_memory: str = Field(
-        "1GiB",
-        description="maximum of the memory that the chat template and the tokenizer may take for a prompt, in addition "
-        "to the loaded tokenizer; if it needs more, the request is answered 400",
-    )
-    max_grammar_bytes: Size = Field(
-        2**18,
-        ge=1,
-        le=2**24,
-        description="maximum number of bytes of a JSON schema, regular expression, list of choices or grammar that "
-        "constrains a text",
-    )
-    grammar_timeout: Duration = Field(
-        5.0,
-        gt=0,
-        le=MAX_TIMEOUT,
-        description="maximum number of seconds of CPU time that checking such a schema or grammar may take; then the "
-        "request is answered 400",
-    )
-    grammar_memory: str = Field(
-        "512MiB",
-        description="maximum of the memory that checking such a schema or grammar may take; if it needs more, the "
-        "request is answered 400",
-    )
-    max_queued_requests: int = Field(
-        1024, ge=0, description="maximum number of waiting requests; further ones are answered 429"
-    )
+class ModelSettings(SettingsGroup, title="model"):
+    """Which model is served, and how it computes."""
 
-    priority_aging: Duration = Field(
-        10.0,
-        ge=0,
-        le=MAX_TIMEOUT,
-        description="number of seconds of waiting in the queue that count as much as one level of `priority`",
-    )
-    max_priority_wait: Duration = Field(
-        600.0,
-        ge=0,
-        le=MAX_TIMEOUT,
-        description="maximum number of seconds by which `priority` moves a request forward or back in the queue, "
-        "which limits how long it waits for requests that arrived later",
-    )
-    min_priority: int = Field(
-        0, ge=-(2**31), lt=2**31, description="lowest, that is most urgent, `priority` that a request may ask for"
-    )
-    max_kv_cache_priority: int = Field(
-        0, ge=0, le=100, description="highest `kv_cache_priority` that a request may ask for"
-    )
-    key_limits: dict[str, KeyLimits] = Field(
-        default_factory=dict,
-        description="limits of requests with a certain API key: bounds of priorities, and opt-out from roll-outs",
-    )
+    model: Annotated[str, Metavar("MODEL")] = "tiny"
+    """directory of a Hugging Face model, its name on the hub, or a GGUF file; 'tiny': the model that is embedded in
+    kvmux"""
+    revision: str | None = None
+    """branch, tag or commit of a model on the Hugging Face hub; default: main"""
+    allow_symlinks: bool = False
+    """follow symbolic links in the model's directory even if they lead out of it; otherwise such a link is an error"""
+    model_name: ModelNames | None = None
+    """model name that clients use in requests, or several, separated by commas; default: the model's own name"""
+    skip_model_name_validation: bool = False
+    """accept any model name in a request, and use the model that is served"""
+    kernels: Literal["auto", "reference"] = "auto"
+    """implementation of attention and the other operations; auto: the fastest for the device; reference: plain PyTorch,
+    slower, to compare results or to rule out a bug in the kernels"""
+    metal_capture_steps: int | None = Field(None, ge=1)
+    """number of steps, from the first, whose GPU launches on mps are recorded in 0000-kvmux.gputrace, for Xcode; needs
+    MTL_CAPTURE_ENABLED=1 in the environment; default: none"""
+    model_impl: ModelImpl = "auto"
+    """implementation of the model; lean: kvmux's own decoder; auto: lean if it supports the model, else transformers"""
+    device: Device = "auto"
+    """device that runs the model; auto: cuda, else mps, else cpu; metal-emulated: the Metal kernels on this machine's
+    CPU, slowly, to try them without a Mac; metal-checked: the same, checked for races and bounds"""
+    dtype: DType = "auto"
+    """dtype of activations, keys and values; auto: the model's own dtype if the device is fast at it"""
+    weights: Weights = "auto"
+    """format of the weights in memory; auto: as in the checkpoint if that is quantized, else in the dtype of
+    activations (`dtype`); int8 costs hardly any quality, int4 as much as a Q4_K_M file"""
+    weights_cache: Annotated[str | None, Metavar("FOLDER")] = None
+    """folder that keeps the weights quantized to int8 or int4 for the next start; off: keep nothing; default: a folder
+    in the user's cache directory"""
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of the engine; default: one per core, one fewer for small models"""
+    tool_call_parser: str = "auto"
+    """how the model writes tool calls: a family's name, as in docs/guide/tools.md; auto: as its chat template shows;
+    off: calls are text, and requests with tools are refused"""
+    reasoning_parser: str = "auto"
+    """how the model marks its reasoning: a family's name, as in docs/guide/tools.md; auto: as its chat template shows;
+    off: reasoning is a part of the content"""
+    default_chat_template_kwargs: JsonObject = {}
+    """variables of the chat template for requests that do not set them, such as {"enable_thinking": false}"""
+    split_special_tokens: bool = False
+    """read what a request says as text, even where it spells special tokens such as <|im_end|>, which would end a turn;
+    only those of the chat template count then"""
 
-    num_speculative_tokens: int = Field(
-        0,
-        ge=0,
-        le=MAX_DRAFT_TOKENS,
-        description="number of draft tokens per step (speculative decoding) of requests that ask for no other number",
-    )
-    max_speculative_tokens: int = Field(
-        MAX_DRAFT_TOKENS,
-        ge=0,
-        le=MAX_DRAFT_TOKENS,
-        description="maximum number of draft tokens that a request may ask for",
-    )
 
-    default_strategy: str = Field("paged", description="strategy instance for requests that name none")
-    strategies: dict[str, StrategySettings] = Field(
-        default_factory=dict, description="named strategy instances, beside `paged`, `contiguous` and `sliding_window`"
+class HTTPSettings(SettingsGroup, title="HTTP"):
+    """Where the server listens, and what its routes show."""
+
+    host: Address = "127.0.0.1"
+    """address that the server listens on"""
+    port: Port = 8000
+    """port that the server listens on; 0: any free port"""
+    workers: int = Field(1, ge=1, le=64)
+    """number of API processes, which receive and answer requests"""
+    metrics_port: Port | None = None
+    """separate port for /metrics, which `port` then does not serve; default: /metrics is on `port`"""
+    metrics_host: Address | None = None
+    """address that the port for /metrics listens on; default: the address `host`"""
+    unknown_fields: Literal["reject", "ignore"] = "reject"
+    """what to do with a request's fields that the server does not know; reject: answer 400; ignore: name them in a
+    header of the response"""
+    enable_tokenizer_info_endpoint: bool = False
+    """let GET /tokenizer_info return the tokenizer's configuration and the chat template"""
+    vllm_metric_names: bool = False
+    """return the metrics of /metrics a second time, under vLLM's names"""
+    list_strategies: bool = False
+    """list the model in /v1/models under each strategy instance, too, as name:instance"""
+    ui: bool = True
+    """serve a page at /ui that shows the server's KV memory, requests and rates live"""
+
+
+class LogSettings(SettingsGroup, title="logs"):
+    """What is logged, and where traces go."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """lowest level of the messages that are logged to stderr"""
+    log_format: Literal["text", "json"] = "text"
+    """format of the log; json: one JSON object per line, and no banner on stdout"""
+    log_prompts: bool = False
+    """include prompts and generated text in the log; for debugging"""
+    otlp_traces_endpoint: Annotated[str, AfterValidator(_check_url)] | None = Field(None, repr=False)
+    """URL to which OpenTelemetry spans are sent; needs kvmux[otel]; default: none"""
+
+
+class AccessSettings(SettingsGroup, title="access"):
+    """Who may use the server, and what for."""
+
+    admin_token: Annotated[str | None, Metavar("TOKEN")] = Field(None, min_length=8, repr=False)
+    """token that an operator's request needs to clear, pin or resize caches or to record profiles; default: no request
+    may do that"""
+    api_keys: Annotated[StringList, Metavar("KEY[,KEY]"), AfterValidator(_check_api_keys)] = Field(None, repr=False)
+    """API keys, separated by commas, one of which is required for /v1/*, the same routes without /v1 and the
+    tokenizer's routes; default: no key is needed"""
+    metrics_key: Annotated[str | None, Metavar("KEY")] = Field(None, min_length=8, repr=False)
+    """key that is required for /metrics; default: no key is needed"""
+    cors_origins: Annotated[StringList, Metavar("ORIGIN[,ORIGIN]")] = None
+    """origins of the web pages that may call the server, such as 'https://a.example', separated by commas; '*': all;
+    default: none"""
+    min_priority: int = Field(0, ge=-(2**31), lt=2**31)
+    """lowest, that is most urgent, `priority` that a request may ask for"""
+    max_kv_cache_priority: int = Field(0, ge=0, le=100)
+    """highest `kv_cache_priority` that a request may ask for"""
+
+
+class LimitSettings(SettingsGroup, title="limits"):
+    """How much, and for how long, a request or a call may occupy the server."""
+
+    max_body_bytes: Size | None = Field(None, ge=1024)
+    """maximum number of bytes of a request's body; a longer one is answered 413; default: 1 MiB +
+    max(max_prompt_characters, 8 x max_choices x max_seq_len), but no more than 32 MiB"""
+    max_inflight_body_bytes: Size | None = Field(None, ge=1024)
+    """maximum number of bytes of all request bodies that an API process receives, parses and tokenizes at a time;
+    further requests are answered 429; default: 4 times max_body_bytes, but no less than 64 MiB"""
+    max_header_bytes: Size = Field(64 * 2**10, ge=1024)
+    """maximum number of bytes of a request's line and headers; longer ones are answered 431"""
+    header_timeout: Timeout = 30.0
+    """maximum number of seconds until a request's line and headers have arrived; then it is answered 408"""
+    body_timeout: Timeout = 30.0
+    """maximum number of seconds in which nothing of a request's body arrives; then it is answered 408"""
+    keep_alive_timeout: Timeout = 120.0
+    """number of seconds that a connection stays open without a request; should be longer than clients keep theirs (Go
+    90 s), so that none is closed while a client uses it again"""
+    queue_timeout: Timeout | None = None
+    """maximum number of seconds that a request waits for a seat in its cache; then it is answered 503; default: no
+    limit while its client is connected"""
+    request_timeout: Timeout | None = None
+    """maximum number of seconds from a request's arrival to the end of its answer; then it fails with status 504;
+    default: no limit"""
+    drain_seconds: Period = 15.0
+    """number of seconds in which running requests may finish after the server has received SIGTERM"""
+    strategy_timeout: Duration = Field(5.0, ge=0.1, le=MAX_TIMEOUT)
+    """number of seconds after which a call of a strategy that has not returned, or a sequence that it does not let go
+    on, counts as a fault of the strategy"""
+    watchdog_timeout: Duration = Field(120.0, ge=1, le=MAX_TIMEOUT)
+    """number of seconds without a heartbeat after which the engine or an API process is killed and restarted; has to be
+    more than the longest step takes"""
+    max_choices: int = Field(256, ge=1)
+    """maximum number of choices of a request: prompts times `n`"""
+    max_stop_strings: int = Field(64, ge=4, le=1024)
+    """maximum number of strings in `stop` of a request"""
+    max_prompt_characters: int = Field(2**21, ge=1)
+    """maximum number of characters of a prompt, before it is tokenized"""
+    text_timeout: Timeout = 10.0
+    """maximum number of seconds of CPU time that the model's chat template and tokenizer may take for a prompt; then
+    the request is answered 400"""
+    text_memory: Annotated[Memory, _at_least("16MiB", "ordinary prompts need that much")] = "1GiB"
+    """maximum of the memory that the chat template and the tokenizer may take for a prompt, in addition to the loaded
+    tokenizer; if it needs more, the request is answered 400"""
+    max_grammar_bytes: Size = Field(2**18, ge=1, le=2**24)
+    """maximum number of bytes of a JSON schema, regular expression, list of choices or grammar that constrains a
+    text"""
+    grammar_timeout: Timeout = 5.0
+    """maximum number of seconds of CPU time that checking such a schema or grammar may take; then the request is
+    answered 400"""
+    grammar_memory: Annotated[Memory, _at_least("128MiB", "the table of a large vocabulary takes half of that")] = (
+        "512MiB"
     )
-    rules: list[SelectionRule] = Field(
-        default_factory=list,
-        description="rules that choose an instance for requests that name none; the first match wins",
-    )
-    rollouts: dict[str, RolloutSettings] = Field(
-        default_factory=dict,
-        description="staged roll-outs, in which another instance serves a growing share of an instance's requests",
-    )
-    rollouts_file: str | None = Field(
-        None,
-        description="file that keeps the state of roll-outs for the next start; off: keep nothing; default: a file for "
-        "this model, host and port in the user's state directory",
-    )
-    check_integrity: bool = Field(
-        False,
-        description="check the bookkeeping of caches and of the KV memory while the engine is idle, and stop the "
-        "engine if it is inconsistent; for developers of strategies",
-    )
-    tool_call_parser: str = Field(
-        "auto",
-        description="how the model writes tool calls: a family's name, as in docs/guide/tools.md; auto: as its chat "
-        "template shows; off: calls are text, and requests with tools are refused",
-    )
-    reasoning_parser: str = Field(
-        "auto",
-        description="how the model marks its reasoning: a family's name, as in docs/guide/tools.md; auto: as its chat "
-        "template shows; off: reasoning is a part of the content",
-    )
-    default_chat_template_kwargs: JsonObject = Field(
-        {},
-        description="variables of the chat template for requests that do not set them, such as "
-        '{"enable_thinking": false}',
-    )
-    split_special_tokens: bool = Field(
-        False,
-        description="read what a request says as text, even where it spells special tokens such as <|im_end|>, which "
-        "would end a turn; only those of the chat template count then",
-    )
-    enable_tokenizer_info_endpoint: bool = Field(
-        False, description="let GET /tokenizer_info return the tokenizer's configuration and the chat template"
-    )
-    vllm_metric_names: bool = Field(
-        False, description="return the metrics of /metrics a second time, under vLLM's names"
-    )
-    list_strategies: bool = Field(
-        False, description="list the model in /v1/models under each strategy instance, too, as name:instance"
-    )
-    ui: bool = Field(True, description="serve a page at /ui that shows the server's KV memory, requests and rates live")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="lowest level of the messages that are logged to stderr"
-    )
-    log_format: Literal["text", "json"] = Field(
-        "text", description="format of the log; json: one JSON object per line, and no banner on stdout"
-    )
-    log_prompts: bool = Field(False, description="include prompts and generated text in the log; for debugging")
-    otlp_traces_endpoint: str | None = Field(
-        None, description="URL to which OpenTelemetry spans are sent; needs kvmux[otel]; default: none"
-    )
+    """maximum of the memory that checking such a schema or grammar may take; if it needs more, the request is answered
+    400"""
+
+
+class KVMemorySettings(SettingsGroup, title="KV memory"):
+    """How much memory keys and values may take."""
+
+    kv_memory: Annotated[Memory, BeforeValidator(_check_kv_memory)] = "auto"
+    """memory for the keys and values of all instances, such as '2GiB'; auto: the share kv_memory_share of the free
+    memory"""
+    kv_memory_share: Proportion = Field(0.3, gt=0, lt=1)
+    """with kv_memory=auto: share of the memory that is free once the weights are loaded"""
+    kv_memory_at_start: bool = False
+    """take all KV memory from the system before the server is ready, not while it serves: the start takes longer, and
+    memory that is missing ends it"""
+    kv_overcommit: float = Field(1.5, ge=1)
+    """maximum multiple of the KV memory that all admitted requests together could fill at their full lengths; a request
+    that would exceed it waits"""
+
+
+class BatchingSettings(SettingsGroup, title="batching"):
+    """Which requests run together, and which wait."""
+
+    deterministic: bool = False
+    """refuse to start unless a request's results are bitwise the same whatever other requests run; possible with CPU
+    kernels only"""
+    max_seq_len: int | None = Field(None, ge=2)
+    """maximum number of tokens of prompt and completion together, or of the prompt alone under strategies of kind
+    streaming; default: the model's context, at most 8192"""
+    max_num_seqs: int = Field(64, ge=1, le=4096)
+    """maximum number of sequences that run at a time"""
+    max_num_batched_tokens: int | None = Field(None, ge=1, le=65536)
+    """maximum number of prompt tokens in a step; default: 512 on the CPU, else 1024"""
+    max_queued_requests: int = Field(1024, ge=0)
+    """maximum number of waiting requests; further ones are answered 429"""
+    priority_aging: Period = 10.0
+    """number of seconds of waiting in the queue that count as much as one level of `priority`"""
+    max_priority_wait: Period = 600.0
+    """maximum number of seconds by which `priority` moves a request forward or back in the queue, which limits how long
+    it waits for requests that arrived later"""
+
+
+class SpeculationSettings(SettingsGroup, title="speculation"):
+    """How many tokens are drafted for requests."""
+
+    num_speculative_tokens: int = Field(0, ge=0, le=MAX_DRAFT_TOKENS)
+    """number of draft tokens per step (speculative decoding) of requests that ask for no other number"""
+    max_speculative_tokens: int = Field(MAX_DRAFT_TOKENS, ge=0, le=MAX_DRAFT_TOKENS)
+    """maximum number of draft tokens that a request may ask for"""
+
+
+class CacheSettings(SettingsGroup, title="cache strategies"):
+    """Which strategy serves a request that names none, and how strategies are watched."""
+
+    default_strategy: str = "paged"
+    """strategy instance for requests that name none"""
+    rollouts_file: Annotated[str | None, Metavar("FILE")] = None
+    """file that keeps the state of roll-outs for the next start; off: keep nothing; default: a file for this model,
+    host and port in the user's state directory"""
+    check_integrity: bool = False
+    """check the bookkeeping of caches and of the KV memory while the engine is idle, and stop the engine if it is
+    inconsistent; for developers of strategies"""
+
+
+class Settings(
+    CacheSettings,  # pydantic puts the fields of the last base first
+    SpeculationSettings,
+    BatchingSettings,
+    KVMemorySettings,
+    LimitSettings,
+    AccessSettings,
+    LogSettings,
+    HTTPSettings,
+    ModelSettings,
+    title="tables of the settings file",
+    defer_build=False,
+):
+    """All settings: those of the groups, which are flags, and tables, which are not."""
+
+    key_limits: dict[str, KeyLimits] = Field(default_factory=dict, repr=False)
+    """limits of requests with a certain API key: bounds of priorities, and opt-out from roll-outs"""
+    strategies: dict[str, StrategySettings] = Field(default_factory=dict)
+    """named strategy instances, beside `paged`, `contiguous` and `sliding_window`"""
+    rules: list[SelectionRule] = Field(default_factory=list)
+    """rules that choose an instance for requests that name none; the first match wins"""
+    rollouts: dict[str, RolloutSettings] = Field(default_factory=dict)
+    """staged roll-outs, in which another instance serves a growing share of an instance's requests"""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -583,39 +522,6 @@ class Settings(BaseSettings):
             name: {"kind": name} | given if name in built_in and isinstance(given, dict) else given
             for name, given in value.items()
         }
-
-    @field_validator("api_keys")
-    @classmethod
-    def _check_api_keys(cls, value: list[str] | None) -> list[str] | None:
-        for number, key in enumerate(value or [], start=1):  # errors say the number, not the key: they are logged
-            if not all("!" <= letter <= "~" for letter in key):
-                raise ValueError(f"key {number} should be letters, digits and signs of ASCII, no spaces")
-        return value
-
-    @field_validator("otlp_traces_endpoint")
-    @classmethod
-    def _check_traces_endpoint(cls, value: str | None) -> str | None:
-        if value is not None and not _is_url(value):  # the message does not quote the URL, which may have a password
-            raise ValueError("should be a URL like http://127.0.0.1:4318")
-        return value
-
-    @field_validator("text_memory", mode="before")
-    @classmethod
-    def _check_text_memory(cls, value: Any) -> str:
-        return _check_memory(value, "16MiB", "ordinary prompts need that much")
-
-    @field_validator("grammar_memory", mode="before")
-    @classmethod
-    def _check_grammar_memory(cls, value: Any) -> str:
-        return _check_memory(value, "128MiB", "the table of a large vocabulary takes half of that")
-
-    @field_validator("kv_memory", mode="before")
-    @classmethod
-    def _check_kv_memory(cls, value: Any) -> str:
-        text = str(value)  # in a settings file the value may be an integer, a number of bytes
-        if text != "auto":
-            parse_bytes(text)
-        return text
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Settings:
@@ -657,13 +563,6 @@ class Settings(BaseSettings):
         resolve_fallbacks({name: each.fallback for name, each in self.strategies.items()})
         return self
 
-    @field_validator("model_name")
-    @classmethod
-    def _check_model_name(cls, value: str | None) -> str | None:
-        if value is not None and not all(name.strip() for name in value.split(",")):
-            raise ValueError(f"{value!r} has an empty name: write 'name' or 'name,alias'")
-        return value
-
     @property
     def model_names(self) -> list[str]:
         """Return the model names that a request may use: the model's main name first, then its aliases."""
@@ -686,24 +585,26 @@ class Settings(BaseSettings):
         one = min(one, self.max_inflight_body_bytes or one) if self.max_body_bytes is None else self.max_body_bytes
         return one, self.max_inflight_body_bytes or max(4 * one, 64 * MEBIBYTE)
 
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)  # pydantic reads no other source: load_settings() has merged them all
+
+SECRETS = frozenset(name for name, field in Settings.model_fields.items() if not field.repr)  # which no message shows
 
 
+def group_settings() -> dict[str, list[str]]:
+    """Return the names of the settings that can be flags, by the title of their group."""
+    groups = [base for base in reversed(Settings.__bases__) if issubclass(base, SettingsGroup)]
+    return {str(group.model_config["title"]): list(group.model_fields) for group in groups}
+
+
+# ---------------------------------------------------------------- loading
 def load_settings(file: Path | None, values: Mapping[str, Any], *, are_flags: bool = True) -> Settings:
     """Merge the settings of `file`, the environment and `values`; a later one of these takes precedence.
 
     If `are_flags`, errors name `values` as flags of the command line; else they are arguments in Python. Raises
     SettingsError for an unknown setting or a value that cannot be used; the message names the setting and the source.
     """
-    check_environment(os.environ, Settings.model_fields)
     try:
-        environment = EnvSettingsSource(Settings)() | read_renamed_environment(os.environ)
-        in_file, in_environment, given = map(apply_renames, (read_file(file) if file else {}, environment, values))
-        sources = Sources(file, in_file, in_environment, given, caller_gives_flags=are_flags)
+        in_environment = read_environment(Settings)
+        sources = Sources(file, read_file(file) if file else {}, in_environment, values, caller_gives_flags=are_flags)
         return Settings(**sources.merge())
     except RecursionError:
         raise SettingsError("the settings have tables that are nested too deep") from None

@@ -1,32 +1,27 @@
 """The sources of settings, their precedence, and how an error message names the source of a refused value.
 
-A value on the command line takes precedence over the environment (KVMUX_...), and that over the settings file. Knows
-which settings are tables, but no other settings: `settings.py` passes their names and checks the values.
+A value on the command line takes precedence over the environment (KVMUX_...), and that over the settings file. Knows no
+settings: `settings.py` passes them and checks the values.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
-import logging
+import os
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource
+
 from config.errors import SettingsError
 
-log = logging.getLogger(__name__)
-
 ENV_PREFIX = "KVMUX_"
-ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # environment variables that the command line reads and that are no settings
-ENV_JSON = frozenset(
-    {"KVMUX_STRATEGIES", "KVMUX_RULES", "KVMUX_ROLLOUTS", "KVMUX_KEY_LIMITS", "KVMUX_DEFAULT_CHAT_TEMPLATE_KWARGS"}
-)
-# New names of renamed settings, by the old names, which users may still write.
-RENAMED = {"max_step_tokens": "max_num_batched_tokens", "max_waiting": "max_queued_requests"}
-# Prefix of the only environment variables that set one value in a table: KVMUX_STRATEGIES__<instance>__<option>.
-ENV_NESTED_PREFIX = "KVMUX_STRATEGIES__"
+ENV_CONFIG = "KVMUX_CONFIG"  # environment variable that names the settings file, and is no setting
+# The only table in which variables set one value: KVMUX_STRATEGIES__<instance>__<option>.
+ENV_NESTED = "KVMUX_STRATEGIES"
 
 
 def env_name(setting: str) -> str:
@@ -99,53 +94,32 @@ def _read_text(file: Path) -> str:
     return text
 
 
-def apply_renames(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of one source, with old names of settings replaced by the new ones.
+def read_environment(settings: type[BaseSettings]) -> dict[str, Any]:
+    """Return the settings in the environment. Raises SettingsError for a variable KVMUX_... that cannot take effect.
 
-    Raises SettingsError if a setting is given under its old and its new name.
+    Such a variable names no setting, sets a part of a setting that is not a table, or is not JSON although its setting
+    consists of tables. pydantic-settings would ignore the first two.
     """
-    found = dict(values)
-    for old, new in RENAMED.items():
-        if old in found:
-            if new in found:
-                raise SettingsError(f"{old} is the old name of {new}, and both are given: leave {old} out")
-            found[new] = found.pop(old)
-            log.warning("the setting %s is called %s now; the old name will not work in version 2", old, new)
-    return found
-
-
-def read_renamed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the environment variables that have a setting's old name, by old name of the setting."""
-    names = {env_name(old): old for old in RENAMED}
-    return {names[given.upper()]: value for given, value in environ.items() if given.upper() in names}
-
-
-def check_environment(environ: Mapping[str, str], settings: Collection[str]) -> None:
-    """Raise SettingsError for an environment variable KVMUX_... that cannot take effect.
-
-    Such a variable names no setting, sets a part of a setting that is not a table, or is not JSON although its
-    setting consists of tables. pydantic-settings would ignore it silently.
-    """
-    known = {env_name(name) for name in (*settings, *RENAMED)} | ENV_FOREIGN
-    for given, value in environ.items():
-        name = given.upper()
-        if not name.startswith(ENV_PREFIX):
-            continue
-        setting = name.split("__")[0]
-        if setting not in known:
-            raise SettingsError(f"the environment sets {given}, which is not a setting{did_you_mean(name, known)}")
-        if name != setting and not name.startswith(ENV_NESTED_PREFIX):
+    known = {*map(env_name, settings.model_fields), ENV_CONFIG}
+    for given in os.environ:
+        setting, *keys = given.upper().split("__")
+        if setting in known and keys and setting != ENV_NESTED:
             raise SettingsError(f"the environment sets {given}, but {setting} is not a table; set {setting} itself")
-        if name in ENV_JSON and not _is_json(value):
-            raise SettingsError(f"the value of {given} is not JSON; a settings file (--config) is easier to write")
+        if setting.startswith(ENV_PREFIX) and setting not in known:
+            suggestion = did_you_mean(given.upper(), known)
+            raise SettingsError(f"the environment sets {given}, which is not a setting{suggestion}")
+    return _Environment(settings)()
 
 
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+class _Environment(EnvSettingsSource):
+    def prepare_field_value(self, field_name: str, field: FieldInfo, value: Any, value_is_complex: bool) -> Any:
+        try:
+            return super().prepare_field_value(field_name, field, value, value_is_complex)
+        except (ValueError, RecursionError):
+            name = env_name(field_name)
+            raise SettingsError(
+                f"the value of {name} is not JSON; a settings file (--config) is easier to write"
+            ) from None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

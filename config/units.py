@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, get_args
 
 from pydantic import GetCoreSchemaHandler
@@ -34,6 +35,13 @@ class Unit:
         return self.parse(value) if isinstance(value, str) else value
 
 
+@dataclass(frozen=True)
+class Metavar:
+    """Marks a type whose values the help of a flag calls by a name: `--host ADDRESS`."""
+
+    name: str
+
+
 Proportion = Annotated[float, Unit("share", "25% or 0.25", parse_proportion)]
 """A share of a whole, as a number from 0 to 1."""
 
@@ -46,10 +54,11 @@ Size = Annotated[int, Unit("size", "1024, 512KiB or 2MiB", parse_bytes)]
 
 def find_unit(field: FieldInfo) -> Unit | None:
     """Return the unit of a field's type, which may be one of several alternatives; None if it has none."""
-    return next((part for part in _iter_metadata(field) if isinstance(part, Unit)), None)
+    return next((part for part in iter_metadata(field) if isinstance(part, Unit)), None)
 
 
-def _iter_metadata(field: FieldInfo) -> Iterator[Any]:
-    yield from field.metadata
-    for alternative in get_args(field.annotation):
-        yield from getattr(alternative, "__metadata__", ())
+def iter_metadata(field: FieldInfo) -> Iterator[Any]:
+    """Yield what the type of a field, or one of its alternatives, is annotated with: bounds, a unit, a metavar."""
+    alternatives = (getattr(part, "__metadata__", ()) for part in get_args(field.annotation))
+    for part in chain(field.metadata, *alternatives):
+        yield from part.metadata if isinstance(part, FieldInfo) else (part,)

@@ -28,7 +28,11 @@ MAY_IMPORT = {  # beside itself
 }
 ALSO = {
     "server.cli.main": {"loadtest.bench", "loadtest.bench.flags"},  # of `kvmux bench`; nothing else of it
-    "loadtest.bench.flags": {"config.quantities", "config.quantities.parse_duration_flag"},
+    "loadtest.bench.flags": {
+        "config.flags",
+        *(f"config.flags.{name}" for name in ("Kind", "COUNT", "DURATION", "FILE", "SWITCH")),
+        *(f"config.flags.{name}" for name in ("add_flags", "flag", "number_flag")),
+    },
     "loadtest.traces": {"config.quantities", "config.quantities.parse_share_flag"},
 }
 

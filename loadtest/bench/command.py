@@ -91,7 +91,7 @@ async def run_benchmark(options: BenchOptions, workloads: Sequence[Workload]) ->
                 bars.update(task, description=what)
 
             async def send(model: str, request: BenchRequest, counts: bool) -> Outcome:
-                outcome = await send_completion(client, model, request, options.body)
+                outcome = await send_completion(client, model, request, options.body or {})
                 bars.advance(task, int(counts))
                 return outcome
 

@@ -6,11 +6,11 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.quantities import parse_duration_flag
+from config.flags import COUNT, DURATION, FILE, SWITCH, Kind, add_flags, flag, number_flag
 
 DESCRIPTION = """\
 Benchmarks a running server over HTTP, under each of its cache strategies in turn. Reports for every workload the time
@@ -51,177 +51,6 @@ URL = "http://127.0.0.1:8000"
 WORKLOAD_NAMES = ("a", "b", "c8", "c16", "d", "e1", "e8", "e16", "f", "g")
 
 
-@dataclass(frozen=True)
-class BenchOptions:
-    """The options of a benchmark. A length, arrival or number of requests that is None is the workload's."""
-
-    url: str = URL
-    model: str = ""
-    api_key: str = field(default="", repr=False)
-    strategies: Sequence[str] = ()
-    mixed: bool = False
-    workload: Sequence[str] = ()
-    concurrency: int | None = None
-    rate: float | None = None
-    burst: int | None = None
-    every: float = 5.0
-    trace: Path | None = None
-    speed_up: float = 1.0
-    requests: int | None = None
-    rounds: int | None = None
-    prompt_tokens: int | None = None
-    shared_tokens: int | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
-    warm_up: bool = True
-    body: Mapping[str, Any] = field(default_factory=dict)
-    json: Path | None = None
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of BenchOptions."""
-    _add_server(parser.add_argument_group("server"))
-    _add_load(parser.add_argument_group("load"))
-    add = parser.add_argument_group("report").add_argument
-    add(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="file to which all figures are written as JSON; -: write them to standard output, instead of the table",
-    )
-
-
-def _add_server(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--url", metavar="URL", help=f"address of the server (default: {URL})")
-    add("--model", metavar="NAME", help="name of the model to measure (default: the first that the server lists)")
-    add("--strategies", nargs="+", metavar="NAME", help="strategies to measure (default: all that the server lists)")
-    add(
-        "--mixed",
-        action="store_true",
-        help="add a row to the report for requests that are distributed among all strategies",
-    )
-    add("--api-key", metavar="KEY", help="API key to send as a bearer token (default: $OPENAI_API_KEY)")
-    add(
-        "--body",
-        type=_json_object,
-        metavar="JSON",
-        help="JSON object with fields to add to every request; null removes a field",
-    )
-
-
-def _add_load(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--workload",
-        nargs="+",
-        choices=WORKLOAD_NAMES,
-        metavar="NAME",
-        help="workloads to run, of those listed below (default: a b c8 d)",
-    )
-    _add_arrivals(group)
-    add(
-        "--requests",
-        type=_positive_int,
-        metavar="N",
-        help="number of requests per strategy and round; with --trace: its first N",
-    )
-    add(
-        "--rounds",
-        type=_positive_int,
-        metavar="N",
-        help="number of rounds of each workload (default: 3; 1 for a trace)",
-    )
-    add(
-        "--prompt-tokens",
-        type=_positive_int,
-        metavar="N",
-        help="number of random tokens of each prompt, different in every prompt",
-    )
-    add(
-        "--shared-tokens",
-        type=_non_negative_int,
-        metavar="N",
-        help="number of tokens with which all prompts of a round begin, before those of --prompt-tokens",
-    )
-    add("--max-tokens", type=_positive_int, metavar="N", help="number of tokens of each answer")
-    add(
-        "--seed",
-        type=_non_negative_int,
-        metavar="N",
-        help="seed of the random prompts (default: a new one each time, so that no cache has the prompts)",
-    )
-    add(
-        "--warm-up",
-        action=argparse.BooleanOptionalAction,
-        help="send a few requests that are not measured first (the default); without them, a server that has run the "
-        "same workload with the same --seed finds all its prompts cached",
-    )
-
-
-def _add_arrivals(group: argparse._ArgumentGroup) -> None:
-    """Add the flags that say when requests are sent."""
-    arrivals = group.add_mutually_exclusive_group().add_argument
-    arrivals(
-        "--concurrency",
-        type=_positive_int,
-        metavar="N",
-        help="number of clients, each of which sends one request at a time",
-    )
-    arrivals(
-        "--rate",
-        type=_positive_float,
-        metavar="X",
-        help="mean number of requests a second, sent at random times (Poisson)",
-    )
-    arrivals(
-        "--burst",
-        type=_positive_int,
-        metavar="N",
-        help="number of requests in a burst; --every is the time from one to the next",
-    )
-    arrivals(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="file of requests and their times, as `python -m loadtest.traces` writes it",
-    )
-    group.add_argument(
-        "--every",
-        type=parse_duration_flag,
-        metavar="DURATION",
-        help=f"time between the bursts of --burst, in seconds or as 500ms or 1m (default: {BenchOptions.every:g})",
-    )
-    group.add_argument(
-        "--speed-up",
-        type=_positive_float,
-        metavar="X",
-        help="factor by which a trace is sent faster than recorded (default: 1)",
-    )
-
-
-def _positive_int(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _non_negative_int(text: str) -> int:
-    if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
-    return int(text)
-
-
-def _positive_float(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
-
-
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -232,3 +61,84 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"priority\": 1}}'")
     return value
+
+
+_JSON = Kind("JSON", _json_object)
+_NATURAL = Kind("N", number_flag(int, "a whole number, 0 or more", lambda number: number >= 0))
+_POSITIVE = Kind("X", number_flag(float, "a number above 0", lambda number: 0 < number < math.inf))
+
+
+@dataclass(frozen=True)
+class _ServerOptions:
+    url: str = flag(URL, Kind("URL"), "address of the server")
+    model: str = flag("", Kind("NAME"), "name of the model to measure (default: the first that the server lists)")
+    strategies: Sequence[str] = flag(
+        (), Kind("NAME"), "strategies to measure (default: all that the server lists)", nargs="+"
+    )
+    mixed: bool = flag(False, SWITCH, "add a row to the report for requests that are distributed among all strategies")
+    api_key: str = flag("", Kind("KEY"), "API key to send as a bearer token (default: $OPENAI_API_KEY)", repr=False)
+    body: Mapping[str, Any] | None = flag(
+        None, _JSON, "JSON object with fields to add to every request; null removes a field"
+    )
+
+
+@dataclass(frozen=True)
+class _LoadOptions:
+    workload: Sequence[str] = flag(
+        (),
+        Kind("NAME"),
+        "workloads to run, of those listed below (default: a b c8 d)",
+        nargs="+",
+        choices=WORKLOAD_NAMES,
+    )
+    concurrency: int | None = flag(
+        None, COUNT, "number of clients, each of which sends one request at a time", exclusive=True
+    )
+    rate: float | None = flag(
+        None, _POSITIVE, "mean number of requests a second, sent at random times (Poisson)", exclusive=True
+    )
+    burst: int | None = flag(
+        None, COUNT, "number of requests in a burst; --every is the time from one to the next", exclusive=True
+    )
+    trace: Path | None = flag(
+        None, FILE, "file of requests and their times, as `python -m loadtest.traces` writes it", exclusive=True
+    )
+    every: float = flag(5.0, DURATION, "time between the bursts of --burst, in seconds or as 500ms or 1m")
+    speed_up: float = flag(1.0, _POSITIVE, "factor by which a trace is sent faster than recorded")
+    requests: int | None = flag(None, COUNT, "number of requests per strategy and round; with --trace: its first N")
+    rounds: int | None = flag(None, COUNT, "number of rounds of each workload (default: 3; 1 for a trace)")
+    prompt_tokens: int | None = flag(None, COUNT, "number of random tokens of each prompt, different in every prompt")
+    shared_tokens: int | None = flag(
+        None, _NATURAL, "number of tokens with which all prompts of a round begin, before those of --prompt-tokens"
+    )
+    max_tokens: int | None = flag(None, COUNT, "number of tokens of each answer")
+    seed: int | None = flag(
+        None, _NATURAL, "seed of the random prompts (default: a new one each time, so that no cache has the prompts)"
+    )
+    warm_up: bool = flag(
+        True,
+        SWITCH,
+        "send a few requests that are not measured first (the default); without them, a server that has run the "
+        "same workload with the same --seed finds all its prompts cached",
+    )
+
+
+@dataclass(frozen=True)
+class _ReportOptions:
+    json: Path | None = flag(
+        None,
+        FILE,
+        "file to which all figures are written as JSON; -: write them to standard output, instead of the table",
+    )
+
+
+@dataclass(frozen=True)
+class BenchOptions(_ReportOptions, _LoadOptions, _ServerOptions):
+    """The options of a benchmark. A length, arrival or number of requests that is None is the workload's."""
+
+
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every option."""
+    add_flags(parser, "server", _ServerOptions)
+    add_flags(parser, "load", _LoadOptions)
+    add_flags(parser, "report", _ReportOptions)

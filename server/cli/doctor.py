@@ -1,7 +1,7 @@
 """`kvmux doctor`: reports on this machine, its kernels, whether they compute correctly, and how fast.
 
-Prints a report and writes the same as JSON, to attach to a bug report. Loads no model, but tells the formats of the
-weights in a GGUF file; calls a device from one thread only, as a Mac requires.
+Prints a report and writes the same as JSON, to attach to a bug report. Loads no model; calls a device from one thread
+only, as a Mac requires.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ from kernels.selfcheck.check import Verdict, check_ops
 from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import DTYPES
 from kernels.tracing import OpTimer, Tracer, trace_ops
-from kernels.weights.block_formats import FORMATS
 from server.cli.standard_streams import print_safely
 from server.engine.device import CORES, choose_device
-from server.models.errors import ModelError
-from server.models.formats.gguf_weights import count_weights
 from server.processes.cgroups import read_memory_limit
 from server.profiling.machine import measure_read_bandwidth
 
@@ -38,22 +35,13 @@ REPORT = Path("kvmux-doctor.json")
 PACKAGES = ("kvmux", "torch", "transformers", "tokenizers", "fastapi", "uvicorn", "numpy")
 PROBE_BYTES = 1 << 29
 FAULT = "FAULT:"
-FLOATS = ("F32", "F16", "BF16")  # types of tensors that are not quantized
 
 
-def doctor(out: Path = REPORT, file: Path | None = None) -> int:
-    """Print and write the report; return the exit code: 1 if a kernel fails its check or `out` cannot be written.
-
-    The report has the weights of `file`, too, a GGUF file; the exit code is 2 if it cannot be read.
-    """
+def doctor(out: Path = REPORT) -> int:
+    """Print and write the report; return the exit code: 1 if a kernel fails its check or `out` cannot be written."""
     console = Console()
-    try:
-        weights = dict(_describe_weights(file)) if file is not None else {}
-    except ModelError as refusal:
-        print_safely(f"kvmux: {refusal}", sys.stderr)
-        return 2
     console.print("Compiling (unless cached) and checking the kernels ...")
-    report = make_report() | ({"weights": weights} if weights else {})
+    report = make_report()
     for title, facts in report.items():
         console.print(_make_table(title, facts))
     text = json.dumps(report, indent=2)
@@ -129,14 +117,6 @@ def _describe_metal() -> str:
     recommended, used = torch.mps.recommended_max_memory(), torch.mps.driver_allocated_memory()
     system = f"macOS {platform.mac_ver()[0]}"
     return f"{system}; {recommended / 2**30:.1f} GiB recommended, {used / 2**30:.1f} GiB of it taken by this process"
-
-
-def _describe_weights(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield the type of tensors in a GGUF file and how many weights have it, each type. Raises ModelError."""
-    for name, usage in count_weights(file).items():
-        kept = "multiplied as stored" if name in FORMATS else "floats" if name in FLOATS else "unpacked when loaded"
-        bits = 8 * usage.nbytes / max(1, usage.parameters)
-        yield name, f"{usage.parameters:,} weights, {usage.nbytes / 1e6:,.1f} MB, {bits:.2f} bits a weight, {kept}"
 
 
 def _check_kernels() -> Iterator[tuple[str, str]]:

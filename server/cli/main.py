@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import logging
 import multiprocessing
-import os
 import pkgutil
 import resource
 import socket
@@ -22,13 +21,13 @@ from typing import Any
 
 import server
 from config.errors import SettingsError, format_error
-from config.settings import MIN_API_KEY_LENGTH, Settings, load_settings
+from config.flags import add_flags
+from config.quantities import parse_duration_flag
+from config.settings import MIN_API_KEY_LENGTH, Settings, group_settings, load_settings
 from loadtest.bench import flags as bench_flags
-from server.cli.banner import format_banner
-from server.cli.flags import add_settings, group_settings
-from server.cli.health import TIMEOUT
-from server.cli.health import check_health as ask_health
-from server.cli.parser import Commands, Parser, add_command, parse_timeout_flag
+from server.cli.flags import add_settings, pop_settings_file
+from server.cli.health import TIMEOUT, check_health
+from server.cli.parser import Commands, Parser, add_command
 from server.cli.ray_flags import add_ray
 from server.cli.standard_streams import open_missing_streams, print_safely, redirect_to_devnull
 from server.cli.strategy import add_strategy
@@ -45,20 +44,9 @@ log = logging.getLogger(__name__)
 
 MIN_OPEN_FILES = 64
 
-
-EVALUATION_SETTINGS = (
-    "model",
-    "revision",
-    "allow_symlinks",
-    "model_impl",
-    "device",
-    "dtype",
-    "weights",
-    "kernels",
-    "threads",
-    "kv_memory",
-    "max_num_batched_tokens",
-)
+# Settings of the commands that run a model without serving it.
+COMMON = ("model", "revision", "allow_symlinks", "model_impl", "device", "dtype", "weights", "kernels", "threads")
+EVALUATION_SETTINGS = (*COMMON, "kv_memory", "max_num_batched_tokens")
 PROFILE_SETTINGS = (*EVALUATION_SETTINGS, "max_num_seqs", "max_seq_len", "admin_token")
 
 DESCRIPTION = """\
@@ -166,7 +154,8 @@ def _run_supervisor(settings: Settings, listener: socket.socket, metrics_listene
         if in_log:
             log.info(serves, extra=fields(url=url, **ready))
         else:
-            print_safely(format_banner(url, settings, ready), sys.stdout)
+            # imported by name, as it needs jinja, and help and errors do not
+            print_safely(pkgutil.resolve_name("server.cli.banner:format_banner")(url, settings, ready), sys.stdout)
 
     return Supervisor(settings, listener, announce, metrics_listener=metrics_listener).run()
 
@@ -203,52 +192,36 @@ def check_api_keys(settings: Settings) -> None:
         log.warning("api_keys: keys of fewer than %d characters may be guessed: number %s", MIN_API_KEY_LENGTH, which)
 
 
-# ---------------------------------------------------------------- kvmux health
+# ---------------------------------------------------------------- the other commands
+# Their code is imported by name when they run, so that serving does not load torch into this process.
 def health(options: dict[str, Any]) -> int:
     """Print whether the server of --url, or each one of this user here, is ready; return the exit code."""
-    return ask_health(**options)
+    return check_health(**options)
 
 
-# ---------------------------------------------------------------- kvmux bench
 def bench(options: dict[str, Any]) -> int:
-    """Benchmark a running server. Its code is imported here, by name, so that other commands do not load it."""
+    """Benchmark a running server."""
     return int(pkgutil.resolve_name("loadtest.bench.command:run")(options))
 
 
-# ---------------------------------------------------------------- kvmux evaluate
 def evaluate(options: dict[str, Any]) -> int:
-    """Measure the quality of strategies; `options` are flags of settings and of server/evaluation/flags.py.
-
-    The code is imported by name when it runs: serving must not load torch into this process.
-    """
+    """Measure the quality of strategies; `options` are flags of settings and of server/evaluation/flags.py."""
     check_kernels_package()
     return int(pkgutil.resolve_name("server.evaluation.command:run")(pop_settings_file(options), options))
 
 
-# ---------------------------------------------------------------- kvmux profile
 def profile(options: dict[str, Any]) -> int:
-    """Measure model steps in this process or, with --url, in a running server.
-
-    The code is imported by name when it runs: serving must not load torch into this process.
-    """
+    """Measure model steps in this process or, with --url, in a running server."""
     if "url" in options:
         return int(pkgutil.resolve_name("server.profiling.remote:run")(pop_settings_file(options), options))
     check_kernels_package()
     return int(pkgutil.resolve_name("server.profiling.command:run")(pop_settings_file(options), options))
 
 
-# ---------------------------------------------------------------- kvmux doctor
 def doctor(options: dict[str, Any]) -> int:
     """Report on this machine and on whether its kernels compute correctly; return the exit code."""
     check_kernels_package()
     return int(pkgutil.resolve_name("server.cli.doctor:doctor")(**options))
-
-
-# ---------------------------------------------------------------- what the commands share
-def pop_settings_file(options: dict[str, Any]) -> Path | None:
-    """Remove --config from the options and return its file, or that of KVMUX_CONFIG; None if neither is given."""
-    file = options.pop("config", None) or os.environ.get("KVMUX_CONFIG")
-    return Path(file) if file else None
 
 
 # ---------------------------------------------------------------- the parser
@@ -288,7 +261,7 @@ def _add_health(commands: Commands) -> None:
     parser.add_argument("--url", help="check the server at this URL instead")
     parser.add_argument(
         "--timeout",
-        type=parse_timeout_flag,
+        type=parse_duration_flag,
         metavar="DURATION",
         help=f"time to wait for a response, in seconds or as 500ms or 10s (default: {TIMEOUT:g})",
     )
@@ -304,7 +277,7 @@ def _add_bench(commands: Commands) -> None:
         description=bench_flags.DESCRIPTION,
         epilog=bench_flags.EPILOG,
     )
-    bench_flags.add_flags(parser)
+    bench_flags.add_bench_flags(parser)
 
 
 def _add_evaluate(commands: Commands) -> None:
@@ -317,7 +290,7 @@ def _add_evaluate(commands: Commands) -> None:
         description=evaluation_flags.DESCRIPTION,
         epilog=evaluation_flags.EPILOG,
     )
-    evaluation_flags.add_flags(parser)
+    add_flags(parser, "evaluation", evaluation_flags.EvaluateOptions)
     add_settings(parser, {"settings": EVALUATION_SETTINGS})
 
 
@@ -331,7 +304,7 @@ def _add_profile(commands: Commands) -> None:
         description=profiling_flags.DESCRIPTION,
         epilog=profiling_flags.EPILOG,
     )
-    profiling_flags.add_flags(parser)
+    profiling_flags.add_profile_flags(parser)
     add_settings(parser, {"settings": PROFILE_SETTINGS})
 
 
@@ -340,13 +313,10 @@ def _add_doctor(commands: Commands) -> None:
         commands,
         "doctor",
         doctor,
-        "[FILE.gguf] [--out FILE]",
+        "[--out FILE]",
         help="report on this machine and on whether its kernels compute correctly",
         description="Prints a report on this machine and its kernels, and writes it to a file\n"
         "to attach to a bug report.",
-    )
-    parser.add_argument(
-        "file", nargs="?", type=Path, metavar="FILE.gguf", help="tell also which formats the weights of this file have"
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the report to this file (default: kvmux-doctor.json)"

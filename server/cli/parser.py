@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
-from config.quantities import parse_duration_flag
-from config.settings import MAX_TIMEOUT
 from config.sources import did_you_mean
 from server.processes.child_process import USER_ERROR
 
@@ -29,13 +27,6 @@ class Parser(argparse.ArgumentParser):
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
-def parse_timeout_flag(text: str) -> float:
-    """Return a timeout in seconds. Raises ArgumentTypeError unless it is above 0 and at most MAX_TIMEOUT."""
-    if (seconds := parse_duration_flag(text)) > MAX_TIMEOUT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration of {MAX_TIMEOUT:,} seconds or less")
-    return seconds
-
-
 def add_command(
     commands: Commands,
     name: str,
@@ -45,12 +36,11 @@ def add_command(
     help: str,
     description: str,
     epilog: str = "",
-    parent: str = "kvmux",
 ) -> Parser:
-    """Add the parser of a command of `parent`; the dict that `run` gets has only the flags that the user gave."""
+    """Add the parser of a command; the dict that `run` gets has only the flags that the user gave."""
     parser = commands.add_parser(
         name,
-        usage=f"{parent} {name} {usage}",
+        usage=f"%(prog)s {usage}",
         help=help,
         description=description,
         epilog=epilog,
@@ -60,3 +50,14 @@ def add_command(
     )
     parser.set_defaults(run=run)
     return parser
+
+
+def add_command_group(commands: Commands, name: str, usage: str, *, help: str, description: str) -> Commands:
+    """Add a command that consists of other commands, and prints its help without one of them; return their parsers."""
+
+    def show_help(options: dict[str, Any]) -> int:
+        parser.print_help()
+        return USER_ERROR
+
+    parser = add_command(commands, name, show_help, usage, help=help, description=description)
+    return parser.add_subparsers(title="commands", metavar="COMMAND", prog=f"kvmux {name}")

@@ -5,16 +5,17 @@ Imports nothing heavy, as it comes with every start of the command line.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
+import math
 import pkgutil
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from config.errors import SettingsError
-from server.cli.flags import add_settings, group_settings
-from server.cli.parser import Commands, add_command
-from server.processes.child_process import USER_ERROR
+from config.flags import COUNT, Kind, add_flags, flag, number_flag
+from config.settings import group_settings
+from server.cli.flags import add_settings
+from server.cli.parser import Commands, add_command, add_command_group
 
 DESCRIPTION = """\
 Serves a model by several engines, on one machine or on many, with Ray Serve; needs pip install 'kvmux[ray]'.
@@ -38,22 +39,34 @@ examples:
 """
 
 
+_AMOUNT = Kind("X", number_flag(float, "a number, 0 or more", lambda number: 0 <= number < math.inf))
+
+
+@dataclass(frozen=True)
+class _ReplicaOptions:
+    replicas: int = flag(1, COUNT, "number of replicas")
+    max_replicas: int | None = flag(
+        None,
+        COUNT,
+        "number up to which Ray adds replicas while prompts wait or KV memory is full (default: it adds none)",
+    )
+    replicas_per_node: int | None = flag(
+        None, COUNT, "most replicas on a machine, among which it is divided (default: evenly many on all machines)"
+    )
+    cpus_per_replica: float = flag(0.0, _AMOUNT, "CPUs that Ray reserves for a replica")
+    gpus_per_replica: float = flag(0.0, _AMOUNT, "GPUs that Ray gives a replica")
+    address: str | None = flag(None, Kind("ADDRESS"), "address of a running Ray cluster; auto: one found here")
+
+
 def add_ray(commands: Commands) -> None:
     """Add the command `ray` with its command `up`."""
-
-    def show_help(options: dict[str, Any]) -> int:
-        parser.print_help()
-        return USER_ERROR
-
-    parser = add_command(
+    parts = add_command_group(
         commands,
         "ray",
-        show_help,
         "up [--replicas N] [settings]",
         help="serve a model by several engines, on one machine or on many",
         description=DESCRIPTION,
     )
-    parts: Commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="kvmux ray")
     _add_up(parts)
 
 
@@ -66,41 +79,9 @@ def _add_up(commands: Commands) -> None:
         help="start replicas and API processes on Ray Serve",
         description=UP_DESCRIPTION,
         epilog=UP_EPILOG,
-        parent="kvmux ray",
     )
-    group = parser.add_argument_group("replicas")
-    at_least_one, amount = _make_parser(int, 1), _make_parser(float, 0)
-    group.add_argument("--replicas", type=at_least_one, metavar="N", help="number of replicas (default: 1)")
-    group.add_argument(
-        "--max-replicas",
-        type=at_least_one,
-        metavar="N",
-        help="number up to which Ray adds replicas while prompts wait or KV memory is full (default: it adds none)",
-    )
-    group.add_argument(
-        "--replicas-per-node",
-        type=at_least_one,
-        metavar="N",
-        help="most replicas on a machine, among which it is divided (default: evenly many on all machines)",
-    )
-    group.add_argument("--cpus-per-replica", type=amount, metavar="X", help="CPUs that Ray reserves for a replica")
-    group.add_argument("--gpus-per-replica", type=amount, metavar="X", help="GPUs that Ray gives a replica")
-    group.add_argument("--address", metavar="ADDRESS", help="address of a running Ray cluster; auto: one found here")
+    add_flags(parser, "replicas", _ReplicaOptions)
     add_settings(parser, group_settings())
-
-
-def _make_parser(kind: type[int] | type[float], least: int) -> Callable[[str], float]:
-    """Return a parser of numbers from `least` on."""
-
-    def parse(text: str) -> float:
-        try:
-            if (number := kind(text)) >= least:
-                return number
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} on")
-
-    return parse
 
 
 def up(options: dict[str, Any]) -> int:

@@ -8,17 +8,16 @@ It is made from the fields of `Settings`, in the groups of the flags, so that it
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from config.settings import Settings
+from config.settings import Settings, group_settings
 from config.sources import env_name, flag_name
-from config.units import find_unit
-from server.cli.flags import group_settings, is_scalar
+from config.units import find_unit, iter_metadata
 
 HEADER = ("setting", "flag", "environment variable", "default", "meaning")
-TABLES = "tables of the settings file"  # title of the group of settings that have no flag
 DEFAULT_MARK = "; default: "  # in a setting's description, the words before the description of its default
 
 BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}  # words for pydantic's bounds of a number
@@ -34,24 +33,24 @@ class Description(NamedTuple):
 def format_tables() -> str:
     """Return a heading and a table for each group of settings, in Markdown; tables of the settings file come last."""
     groups = group_settings()
-    groups[TABLES] = [name for name, field in Settings.model_fields.items() if not is_scalar(field.annotation)]
-    return "\n\n".join(_format_group(title, names) for title, names in groups.items() if names)
+    tables = [name for name in Settings.model_fields if not any(name in names for names in groups.values())]
+    formatted = [_format_group(title, [_make_row(name, flag_name(name)) for name in groups[title]]) for title in groups]
+    return "\n\n".join([*formatted, _format_group(str(Settings.model_config["title"]), map(_make_row, tables))])
 
 
-def _format_group(title: str, names: list[str]) -> str:
+def _format_group(title: str, rows: Iterable[tuple[str, ...]]) -> str:
     head = [f"### {title[0].upper()}{title[1:]}", "", _format_row(HEADER), "|---" * len(HEADER) + "|"]
-    return "\n".join([*head, *map(_format_row, map(_make_row, names))])
+    return "\n".join([*head, *map(_format_row, rows)])
 
 
 def _format_row(cells: tuple[str, ...]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _make_row(name: str) -> tuple[str, ...]:
-    field = Settings.model_fields[name]
-    flag = f"`{flag_name(name)}`" if is_scalar(field.annotation) else "none"
-    default, meaning = describe(field)
-    return tuple(cell.replace("|", "\\|") for cell in (f"`{name}`", flag, f"`{env_name(name)}`", default, meaning))
+def _make_row(name: str, flag: str | None = None) -> tuple[str, ...]:
+    default, meaning = describe(Settings.model_fields[name])
+    cells = f"`{name}`", f"`{flag}`" if flag else "none", f"`{env_name(name)}`", default, meaning
+    return tuple(cell.replace("|", "\\|") for cell in cells)
 
 
 def describe(field: FieldInfo) -> Description:
@@ -60,7 +59,7 @@ def describe(field: FieldInfo) -> Description:
     If the default is None, the end of the setting's description, after "; default: ", says what is used instead; if the
     description has no such end, the default is "none".
     """
-    meaning, _, default = (field.description or "").partition(DEFAULT_MARK)
+    meaning, _, default = " ".join((field.description or "").split()).partition(DEFAULT_MARK)
     if field.default_factory is not None:
         default = "empty"
     elif field.default is not None:
@@ -73,7 +72,7 @@ def _describe_values(field: FieldInfo) -> str:
     """Return the values that a setting accepts, as in "a duration, above 0 to 60"; empty if any are."""
     if get_origin(field.annotation) is Literal:
         return "one of " + ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
-    bounds = {name: getattr(part, name) for part in field.metadata for name in BOUNDS if hasattr(part, name)}
+    bounds = {name: getattr(part, name) for part in iter_metadata(field) for name in BOUNDS if hasattr(part, name)}
     words = " ".join(f"{BOUNDS[name]} {_format_number(bounds[name])}" for name in BOUNDS if name in bounds)
     unit = find_unit(field)
     return ", ".join(part for part in (f"a {unit.name}" if unit else "", words) if part)

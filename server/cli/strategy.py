@@ -8,8 +8,7 @@ from __future__ import annotations
 import pkgutil
 from typing import Any
 
-from server.cli.parser import Commands, add_command
-from server.processes.child_process import USER_ERROR
+from server.cli.parser import Commands, add_command, add_command_group
 
 DESCRIPTION = """\
 For authors of plug-ins: classes of KV-cache strategies, and scorers of keys for the strategy `compressed`.
@@ -37,20 +36,13 @@ name is that of the package and of its kind, such as my_cache; the folder is the
 
 def add_strategy(commands: Commands) -> None:
     """Add the command with its two commands."""
-
-    def show_help(options: dict[str, Any]) -> int:
-        parser.print_help()
-        return USER_ERROR
-
-    parser = add_command(
+    parts = add_command_group(
         commands,
         "strategy",
-        show_help,
         "new NAME | check MODULE:CLASS",
         help="write a new strategy or scorer, or check whether one keeps its promises",
         description=DESCRIPTION,
     )
-    parts: Commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="kvmux strategy")
     _add_new(parts)
     _add_check(parts)
 
@@ -63,7 +55,6 @@ def _add_new(commands: Commands) -> None:
         "NAME [--scorer]",
         help="write a package with a new strategy or scorer",
         description=NEW_DESCRIPTION,
-        parent="kvmux strategy",
     )
     parser.add_argument("name", metavar="NAME", help="name of the package, such as my_cache")
     parser.add_argument("--scorer", action="store_true", help="write a scorer of keys instead of a strategy")
@@ -78,7 +69,6 @@ def _add_check(commands: Commands) -> None:
         help="check a strategy or scorer, and say which promises it breaks",
         description=CHECK_DESCRIPTION,
         epilog=CHECK_EPILOG,
-        parent="kvmux strategy",
     )
     parser.add_argument("plugin", metavar="MODULE:CLASS", help="the class, such as my_package.cache:MyCache")
     parser.add_argument(

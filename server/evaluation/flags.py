@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from config.flags import COUNT, FILE, SWITCH, Kind, flag
+
 DESCRIPTION = """\
 Runs the same documents under several cache strategies, with the server's own engine, and reports how each differs
 from exact caching: perplexity, share of tokens with the same top-1 token, KL divergence, and recall of answers by
@@ -25,89 +27,50 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """The options of `kvmux evaluate`; each is a flag, described by its help text."""
-
-    strategy: Sequence[str] = ()
-    text: Path | None = None
-    length: int | None = None
-    texts: int = 8
-    records: int = 24
-    question_at: int | None = None
-    new_phrasings: bool = False
-    row_tokens: int | None = None
-    seed: str | None = None
-    json: Path | None = None
-    plot: Path | None = None
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of EvaluateOptions."""
-    add = parser.add_argument_group("evaluation").add_argument
-    add(
-        "--strategy",
-        action="append",
-        metavar="NAME",
-        help="instance to evaluate, or KIND:option=value,..., whose KIND may be a class, MODULE:CLASS; may be given "
-        "several times (default: all instances). An option of a table is written with a dot: "
-        "compressed:scorer=random,scorer_options.per_head=false",
-    )
-    add(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help="file with running text, read from its start (default: generated stories)",
-    )
-    add(
-        "--length",
-        type=_parse_positive,
-        metavar="N",
-        help="tokens of a document (default: the model's context, at most 2048); more than the context if all "
-        "strategies are of kind streaming: the first of them is then what the others are compared with",
-    )
-    add(
-        "--texts",
-        type=_parse_positive,
-        metavar="N",
-        help=f"number of documents of running text (default: {EvaluateOptions.texts})",
-    )
-    add(
-        "--records",
-        type=_parse_positive,
-        metavar="N",
-        help=f"number of documents with answers to recall (default: {EvaluateOptions.records})",
-    )
-    add(
-        "--question-at",
-        type=_parse_positive,
-        metavar="N",
-        help="end each record with one question, whose last token follows N others: if `compressed` drops keys after "
-        "N tokens (a multiple of its option `every`), its scorer has seen the question",
-    )
-    add(
-        "--new-phrasings",
-        action="store_true",
-        help="state the facts of records in sentences that the embedded model was not trained on",
-    )
-    add(
-        "--row-tokens",
-        type=_parse_positive,
-        metavar="N",
-        help="tokens of a document to compute in one step; 1 is as in decoding (default and maximum: as many as fit)",
-    )
-    add("--seed", type=_parse_text, metavar="TEXT", help="seed of the generated documents")
-    add("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
-    add("--plot", type=Path, metavar="FILE", help="plot the results to this .png, .svg or .pdf; needs kvmux[evaluate]")
-
-
-def _parse_positive(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
-
-
 def _parse_text(text: str) -> str:
     if not text.isprintable():  # false for control characters and for what is not UTF-8
         raise argparse.ArgumentTypeError(f"{text!r} is not printable text")
     return text
+
+
+_TEXT = Kind("TEXT", _parse_text)
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """The options of `kvmux evaluate`, each of which is a flag."""
+
+    strategy: Sequence[str] = flag(
+        (),
+        Kind("NAME"),
+        "instance to evaluate, or KIND:option=value,..., whose KIND may be a class, MODULE:CLASS; may be given "
+        "several times (default: all instances). An option of a table is written with a dot: "
+        "compressed:scorer=random,scorer_options.per_head=false",
+        action="append",
+    )
+    text: Path | None = flag(None, FILE, "file with running text, read from its start (default: generated stories)")
+    length: int | None = flag(
+        None,
+        COUNT,
+        "tokens of a document (default: the model's context, at most 2048); more than the context if all "
+        "strategies are of kind streaming: the first of them is then what the others are compared with",
+    )
+    texts: int = flag(8, COUNT, "number of documents of running text")
+    records: int = flag(24, COUNT, "number of documents with answers to recall")
+    question_at: int | None = flag(
+        None,
+        COUNT,
+        "end each record with one question, whose last token follows N others: if `compressed` drops keys after "
+        "N tokens (a multiple of its option `every`), its scorer has seen the question",
+    )
+    new_phrasings: bool = flag(
+        False, SWITCH, "state the facts of records in sentences that the embedded model was not trained on"
+    )
+    row_tokens: int | None = flag(
+        None,
+        COUNT,
+        "tokens of a document to compute in one step; 1 is as in decoding (default and maximum: as many as fit)",
+    )
+    seed: str | None = flag(None, _TEXT, "seed of the generated documents")
+    json: Path | None = flag(None, FILE, "write the results to this file as JSON")
+    plot: Path | None = flag(None, FILE, "plot the results to this .png, .svg or .pdf; needs kvmux[evaluate]")

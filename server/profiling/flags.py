@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.quantities import parse_duration_flag
+from config.flags import COUNT, DURATION, FILE, SWITCH, Kind, add_flags, flag
 
 DESCRIPTION = """\
 Shows where the time of a step goes, and how near it comes to the limits of this machine: each operation of the kernels,
@@ -29,81 +29,46 @@ examples:
 
 
 @dataclass(frozen=True)
-class ProfileOptions:
-    """The options of `kvmux profile`; each is a flag, described by its help text."""
+class _RecordingOptions:
+    url: str | None = flag(
+        None,
+        Kind("URL"),
+        "record the next steps of the server at this URL, with its --admin-token, instead of running steps here",
+    )
+    seconds: float | None = flag(
+        None,
+        DURATION,
+        "time after which a recording ends, even if it has fewer steps, in seconds or as 10s (default: 10)",
+    )
+    trace: Path = flag(Path("kvmux-trace.json"), FILE, "write the Chrome trace of a recording to this file")
 
-    sequences: Sequence[int] = (1, 8, 16)
-    context: int = 128
-    prefill: int | None = None
-    steps: int = 40
-    kv_cache: str = "paged"
-    engine_only: bool = False
-    json: Path | None = None
-    url: str | None = None  # URL of a running server, whose steps are to be recorded
-    seconds: float | None = None
-    trace: Path = Path("kvmux-trace.json")
 
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each field of ProfileOptions; flags that are not given are absent from the parsed options."""
-    add = parser.add_argument_group("profile").add_argument
-    add(
-        "--sequences",
-        type=_parse_positive,
+@dataclass(frozen=True)
+class _StepOptions:
+    sequences: Sequence[int] = flag(
+        (1, 8, 16),
+        COUNT,
+        "numbers of sequences to decode together; each number is profiled in turn (default: 1 8 16)",
         nargs="+",
-        metavar="N",
-        help="numbers of sequences to decode together; each number is profiled in turn (default: 1 8 16)",
     )
-    add(
-        "--context",
-        type=_parse_positive,
-        metavar="N",
-        help=f"tokens in the cache of each sequence before it decodes (default: {ProfileOptions.context})",
+    context: int = flag(128, COUNT, "tokens in the cache of each sequence before it decodes")
+    prefill: int | None = flag(
+        None, COUNT, "tokens of the prompt that a prefill step computes (default: as many as fit into one step)"
     )
-    add(
-        "--prefill",
-        type=_parse_positive,
-        metavar="N",
-        help="tokens of the prompt that a prefill step computes (default: as many as fit into one step)",
+    steps: int = flag(40, COUNT, "number of steps to measure or record")
+    kv_cache: str = flag("paged", Kind("NAME"), "cache strategy of all sequences")
+    engine_only: bool = flag(
+        False, SWITCH, "do not measure at the socket and over HTTP, for which the model is loaded again"
     )
-    add(
-        "--steps",
-        type=_parse_positive,
-        metavar="N",
-        help=f"number of steps to measure or record (default: {ProfileOptions.steps})",
-    )
-    add("--kv-cache", metavar="NAME", help=f"cache strategy of all sequences (default: {ProfileOptions.kv_cache})")
-    add(
-        "--engine-only",
-        action="store_true",
-        help="do not measure at the socket and over HTTP, for which the model is loaded again",
-    )
-    add("--json", type=Path, metavar="FILE", help="write the figures to this file as JSON")
-    _add_flags_of_recordings(parser.add_argument_group("profile of a running server").add_argument)
+    json: Path | None = flag(None, FILE, "write the figures to this file as JSON")
 
 
-def _add_flags_of_recordings(add: Callable[..., object]) -> None:
-    """Add the flags for recording steps of a running server."""
-    add(
-        "--url",
-        metavar="URL",
-        help="record the next steps of the server at this URL, with its --admin-token, instead of running steps here",
-    )
-    add(
-        "--seconds",
-        type=parse_duration_flag,
-        metavar="DURATION",
-        help="time after which a recording ends, even if it has fewer steps, in seconds or as 10s (default: 10)",
-    )
-    add(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help=f"write the Chrome trace of a recording to this file (default: {ProfileOptions.trace})",
-    )
+@dataclass(frozen=True)
+class ProfileOptions(_RecordingOptions, _StepOptions):
+    """The options of `kvmux profile`, each of which is a flag."""
 
 
-def _parse_positive(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
+def add_profile_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags; those that are not given are absent from the parsed options."""
+    add_flags(parser, "profile", _StepOptions)
+    add_flags(parser, "profile of a running server", _RecordingOptions)

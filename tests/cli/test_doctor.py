@@ -6,13 +6,11 @@ import json
 import platform
 import re
 import subprocess
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
 
 from kernels import backends as loading
 from kernels.device import KernelsMissing
@@ -20,8 +18,6 @@ from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.op_info import DTYPES
 from server.cli import doctor as doctoring
-from server.cli.main import main
-from tests.models.gguf_files import gguf_model, write_gguf
 
 
 class Raising(ReferenceOps):
@@ -104,29 +100,3 @@ def test_a_report_that_cannot_be_written_is_printed_and_the_exit_code_says_so(
         f"cannot write the report to {out} (No such file or directory): choose another file with --out" in printed.err
     )
     assert "right silu_mul" in json.loads(printed.out.split("```json\n")[1].split("```")[0])["kernels"]
-
-
-def test_the_weights_of_a_gguf_file_are_told_by_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf", GGMLQuantizationType.Q8_0)
-    monkeypatch.setattr(loading, "BACKENDS", {"right": ("cpu", ReferenceOps)})
-    out = tmp_path / "report.json"
-    assert main(["doctor", str(file), "--out", str(out)]) == 0
-    told = json.loads(out.read_text())["weights"]
-    sizes: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for tensor in GGUFReader(file).tensors:
-        sizes[tensor.tensor_type.name] += int(tensor.n_bytes)
-        counts[tensor.tensor_type.name] += int(tensor.n_elements)
-    assert told.keys() == sizes.keys() == {"Q8_0", "F32"}
-    kept = {"Q8_0": "multiplied as stored", "F32": "floats"}
-    for name, words in told.items():
-        bits = 8 * sizes[name] / counts[name]
-        expected = f"{counts[name]:,} weights, {sizes[name] / 1e6:,.1f} MB, {bits:.2f} bits a weight, {kept[name]}"
-        assert words == expected
-
-
-def test_a_file_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.gguf").write_bytes(b"PK and so on")
-    assert main(["doctor", str(tmp_path / "a.gguf"), "--out", str(tmp_path / "report.json")]) == 2
-    assert "a.gguf is not a GGUF file" in capsys.readouterr().err
-    assert not (tmp_path / "report.json").exists()

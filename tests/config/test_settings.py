@@ -273,22 +273,6 @@ def test_short_api_keys_are_taken_and_known(keys: list[str] | None, short: list[
     assert (settings.api_keys, settings.short_api_keys) == (keys, short)
 
 
-def test_old_names_of_settings_still_work_and_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "kvmux.toml"
-    file.write_text("max_waiting = 5\nmax_num_batched_tokens = 8\n")
-    assert (load_settings(file, {}).max_queued_requests, load_settings(file, {}).max_num_batched_tokens) == (5, 8)
-    assert "max_waiting is called max_queued_requests now" in caplog.text
-    monkeypatch.setenv("KVMUX_MAX_WAITING", "6")
-    assert load_settings(file, {}).max_queued_requests == 6, "the environment beats the file, whatever the names"
-    assert load_settings(file, {"max_queued_requests": "7"}).max_queued_requests == 7
-    with pytest.raises(SettingsError, match="max_waiting is the old name of max_queued_requests, and both are given"):
-        load_settings(None, {"max_waiting": "1", "max_queued_requests": "2"})
-    with pytest.raises(SettingsError, match=r"max_queued_requests \(from --max-queued-requests\)"):
-        load_settings(None, {"max_waiting": "many"})
-
-
 def test_fallbacks_of_fallbacks_follow_in_order(tmp_path: Path) -> None:
     settings = load_toml(
         tmp_path, '[strategies.paged]\nfallback = "mine"\n[strategies.mine]\nkind = "quest"\nfallback = "contiguous"'

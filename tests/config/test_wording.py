@@ -74,6 +74,11 @@ def test_any_value_of_a_roll_out_that_an_operator_starts(key: str, rng: random.R
     assert not [str(error) for error in errors if find_wordings(str(error))]
 
 
+def test_secrets() -> None:
+    assert {"api_keys", "key_limits", "admin_token", "metrics_key", "otlp_traces_endpoint"} == SECRETS
+    assert "my-secret" not in repr(Settings(admin_token="my-secret"))
+
+
 @pytest.mark.parametrize("name", sorted(SECRETS))
 def test_no_error_shows_a_secret(name: str) -> None:
     secret = "my secret\x00word"

@@ -150,4 +150,4 @@ def test_bad_arguments_are_told(arguments: list[str], told: str, capsys: pytest.
 def test_what_is_no_number_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["profile", "--sequences", "0"])
-    assert "'0' is not a number above 0" in capsys.readouterr().err
+    assert "'0' is not a whole number above 0" in capsys.readouterr().err

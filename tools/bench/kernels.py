@@ -17,6 +17,7 @@ from typing import NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 
+from config.flags import parse_count_flag
 from kernels.backends import REFERENCE, list_backends
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
@@ -82,15 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=["float32", "bfloat16"],
         help="int8: stored keys and values, for attend alone",
     )
-    parser.add_argument("--context", type=_positive_int, nargs="+", help="tokens, or rows")
+    parser.add_argument("--context", type=parse_count_flag, nargs="+", help="tokens, or rows")
     parser.add_argument(
-        "--queries", type=_positive_int, default=1, help="queries of attend, as a chunk of a prompt (default: 1)"
+        "--queries", type=parse_count_flag, default=1, help="queries of attend, as a chunk of a prompt (default: 1)"
     )
-    parser.add_argument("--batch", type=_positive_int, default=1, help="sequences of a call of attend (default: 1)")
+    parser.add_argument("--batch", type=parse_count_flag, default=1, help="sequences of a call of attend (default: 1)")
     parser.add_argument(
         "--layout", choices=get_args(Layout), default="paged", help="of attend's keys and values (default: paged)"
     )
-    parser.add_argument("--threads", type=_positive_int, help="default: torch's choice")
+    parser.add_argument("--threads", type=parse_count_flag, help="default: torch's choice")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     options = parser.parse_args(arguments)
     if "int8" in options.dtype and options.op != ["attend"]:
@@ -111,13 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{row.us_per_call:9,.1f} {row.gb_per_s:7.2f} {row.read_gb_per_s:7.2f} {row.ratio:6.0%}",
                 flush=True,
             )
-
-
-def _positive_int(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
 
 
 def measure_ops(

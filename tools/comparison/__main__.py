@@ -21,6 +21,7 @@ import torch
 
 from cache_strategies.registry import list_kinds
 from config.errors import SettingsError
+from config.flags import parse_count_flag as count
 from config.settings import Settings, StrategySettings, load_settings
 from config.sources import ENV_PREFIX
 from loadtest.bench.client import ServerError
@@ -108,11 +109,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="instances of the settings, kinds, or KIND:option=value, as for `kvmux evaluate` (default: every kind, "
         f"plug-ins' too, and {', '.join(MORE_STRATEGIES)})",
     )
-    add("--prompt-tokens", nargs="+", type=_positive, default=[128, 512, 1536], metavar="N", help="prompt lengths")
-    add("--batch", nargs="+", type=_positive, default=[1, 4, 16], metavar="N", help="numbers of requests at a time")
-    add("--max-tokens", type=_positive, default=64, metavar="N", help="tokens of an answer (default: 64)")
+    add("--prompt-tokens", nargs="+", type=count, default=[128, 512, 1536], metavar="N", help="prompt lengths")
+    add("--batch", nargs="+", type=count, default=[1, 4, 16], metavar="N", help="numbers of requests at a time")
+    add("--max-tokens", type=count, default=64, metavar="N", help="tokens of an answer (default: 64)")
     add("--seconds", type=float, default=5.0, metavar="S", help="length of a measurement (default: 5)")
-    add("--rounds", type=_positive, default=3, metavar="N", help="measurements of each cell (default: 3)")
+    add("--rounds", type=count, default=3, metavar="N", help="measurements of each cell (default: 3)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the random prompts (default: 0)")
     add("--max-kl", type=float, default=0.01, metavar="X", help="nats per token that advice allows (default: 0.01)")
     add("--no-fidelity", action="store_true", help="do not measure the fidelity, as for models with random weights")
@@ -129,12 +130,6 @@ def make_parser() -> argparse.ArgumentParser:
     for name in SERVER_FLAGS:
         settings.add_argument(f"--{name.replace('_', '-')}")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
 
 
 # ---------------------------------------------------------------- the run

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,6 +23,7 @@ from ray.serve.config import HTTPOptions
 
 from config.errors import SettingsError
 from config.settings import Settings, load_settings
+from server.cli.flags import pop_settings_file
 from server.cli.standard_streams import print_safely
 from server.cluster.scale import Scale
 from server.cluster.serve.deployment import APPLICATION_NAME, QUIET, build_application
@@ -48,8 +48,7 @@ def run(options: dict[str, Any]) -> int:
     """Deploy, and serve until a signal if the Ray cluster was started here; return the exit code."""
     address = options.pop("address", None) or os.environ.get("RAY_ADDRESS")
     scale = Scale(**{field: options.pop(flag) for flag, field in SCALE_FLAGS.items() if flag in options})
-    file = options.pop("config", None) or os.environ.get("KVMUX_CONFIG")
-    settings = load_settings(Path(file) if file else None, options)
+    settings = load_settings(pop_settings_file(options), options)
     if settings.metrics_port is not None:
         raise SettingsError("metrics_port: Ray's proxy has one port, on which /metrics is; leave metrics_port out")
     if address is not None:

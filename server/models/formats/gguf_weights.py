@@ -7,7 +7,7 @@ What llama.cpp's converter changes (order of rows, offsets of norms) is changed 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -24,7 +24,6 @@ from server.models.formats.gguf_config import GGUFMetadata
 from server.models.formats.gguf_file import TensorInfo, read_header
 from server.models.formats.mmap import map_bytes
 from server.models.weights import Matrix, Shape, check_finite, check_shape
-from server.records import WeightUsage
 
 _TENSOR_NAME = re.compile(r"(?:model\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
 _TORCH_DTYPES = {  # types that torch has
@@ -143,19 +142,6 @@ class GGUFWeights:
         for (file, start, size, name), (next_file, following, _, other) in pairwise(ordered):
             if file == next_file and start + size > following:
                 raise ModelError(f"{file}: tensors {name!r} and {other!r} overlap: fetch the file again")
-
-
-def count_weights(file: Path) -> Mapping[str, WeightUsage]:
-    """Return how many weights a GGUF file has of each type, the most first. Raises ModelError."""
-    found: dict[str, WeightUsage] = {}
-    for name, tensor in read_header(file, vocabulary=False).tensors.items():
-        try:
-            nbytes = compute_nbytes(tensor)
-        except (ValueError, KeyError):
-            raise ModelError(f"{file}: tensor {name!r} is of type {tensor.type}, which is not known") from None
-        before = found.get(_type_name(tensor.type), WeightUsage(0, 0))
-        found[_type_name(tensor.type)] = WeightUsage(before.parameters + prod(tensor.shape), before.nbytes + nbytes)
-    return dict(sorted(found.items(), key=lambda each: -each[1].parameters))
 
 
 def compute_nbytes(tensor: TensorInfo) -> int:
