@@ -108,10 +108,10 @@ bench: $(VENV)/.base  ## measure every figure that has a goal (ARGS="--rows deco
 	$(PY) -m tools.bench $(ARGS)
 
 bench-peers: $(VENV)/.base  ## install llama.cpp and vLLM by themselves, and measure them beside kvmux (ARGS=--help)
-	$(PY) -m tools.bench.peers --pip-args="$(PIP_ARGS)" $(ARGS)
+	$(PY) -m tools.bench peers --pip-args="$(PIP_ARGS)" $(ARGS)
 
 bench-types: $(VENV)/.base  ## measure a model in every type of GGUF file (ARGS="FILE.gguf"; see --help)
-	$(PY) -m tools.bench.peers.gguf_types --pip-args="$(PIP_ARGS)" $(ARGS)
+	$(PY) -m tools.bench gguf_types --pip-args="$(PIP_ARGS)" $(ARGS)
 
 validate: $(VENV)/.with-validate  ## compare the results of every strategy with llama.cpp's (ARGS=--help)
 	$(PY) -m tools.validation --pip-args="$(PIP_ARGS)" $(ARGS)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from tools.bench.table.report import read_processor_name
+from tools.bench.report import read_processor_name
 from tools.validation.predictions import Agreement, GreedyAgreement
 
 LLAMA_CPP, AS_STORED = "llama.cpp", "as stored"

@@ -11,7 +11,7 @@ import pytest
 
 from cache_strategies.registry import list_kinds
 from tests.real.model_files import find_model
-from tools.bench.table.documents import replace_section
+from tools.bench.report import replace_section
 from tools.real_models import REAL_MODELS
 from tools.validation import __main__ as command
 from tools.validation.files import FLOAT32, FileValidation, ValidationOptions
