@@ -114,7 +114,7 @@ bench-types: $(VENV)/.base  ## measure a model in every type of GGUF file (ARGS=
 	$(PY) -m tools.bench gguf_types --pip-args="$(PIP_ARGS)" $(ARGS)
 
 validate: $(VENV)/.with-validate  ## compare the results of every strategy with llama.cpp's (ARGS=--help)
-	$(PY) -m tools.validation --pip-args="$(PIP_ARGS)" $(ARGS)
+	$(PY) -m tools.bench validation $(ARGS)
 
 compare: $(VENV)/.with-evaluate  ## compare all strategies under load in an HTML report; needs `make prometheus` (ARGS=--help)
 	$(PY) -m tools.comparison $(ARGS)

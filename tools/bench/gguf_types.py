@@ -24,7 +24,7 @@ from tools.peers.installer import Installer
 from tools.peers.llama_cpp import INSTALLED_VERSION, LLAMA_CPP, LLAMA_CPP_VERSION, find_program, install_llama_cpp
 from tools.peers.programs import ServerNeeds, StartedServer, run_program
 from tools.peers.servers import OURS, prepare_kvmux
-from tools.validation.files import tokenize
+from tools.validation.cases import tokenize
 from tools.validation.gguf_files import write_float32
 from tools.validation.kvmux import KvmuxServer
 from tools.validation.predictions import FloatArray

@@ -49,6 +49,12 @@ class Report:
             self.failures.append(result)
 
     @property
+    def missed(self) -> list[Sample]:
+        """The samples whose values miss their goals."""
+        valued = (each for each in self.samples if each.reading.value is not None)
+        return [each for each in valued if each.reading.row.meets_goal(each.reading.value or 0) is False]
+
+    @property
     def num_turns(self) -> int:
         return max((each.turn for each in self.samples), default=0)
 
@@ -207,6 +213,7 @@ def format_ratio(ratio: Interval | None) -> str:
 def _format_notes(report: Report) -> list[str]:
     notes = [f"- {each}" for each in report.notes]
     notes += [f"- {each.case} was not measured: {_shorten(each.reason)}" for each in report.failures]
+    notes += [_describe_missed(each) for each in report.missed if each.variant]
     reasons: dict[tuple[str, str], list[str]] = {}
     for each in report.samples:
         if each.reading.reason:
@@ -220,6 +227,15 @@ def _format_notes(report: Report) -> list[str]:
             "without them these figures would be better."
         )
     return ["\n".join(notes)] if notes else []
+
+
+def _describe_missed(sample: Sample) -> str:
+    """Return a note on a variant that misses its goal; without variants the table has a column of goals."""
+    row, value = sample.reading.row, sample.reading.value
+    bound = "at most" if row.lower_is_better else "at least"
+    return (
+        f"- not as expected: {sample.table.title}, {sample.variant}: {_name(row)}: {value:.4g}, {bound} {row.goal:.4g}"
+    )
 
 
 def _shorten(reason: str) -> str:

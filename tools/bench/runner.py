@@ -136,6 +136,7 @@ class Group:
     effort: Effort = Effort(3)  # by default
     command: str = ""  # by which it is called, if that is a target of make; the mark of its section, too
     document: str | None = None  # with its section, in the folder of --docs
+    goals_are_bounds: bool = False  # a missed goal is an error
     parts: Sequence[str] = ()  # options that choose a part of the cases, so that --docs refuses them
     draw: Callable[[Sequence[Sample], Path], object] | None = None  # plots the samples
     update_more: Callable[[Context], None] = lambda _: None  # of the documents in the folder of --docs
