@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.docs and status == 0:
                 update_section(options.docs / str(group.document), command, as_text(report))
                 group.update_more(context)
+            elif options.docs:
+                context.notes.append("the document was not changed, as something is missing")
         except (*CASE_ERRORS, ValueError, InstallError) as error:
             print(f"{command}: {error}", file=sys.stderr)
             return FAILED

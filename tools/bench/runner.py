@@ -38,7 +38,8 @@ class Row:
     unit: str = ""
     lower_is_better: bool = True
     goal: float | None = None
-    peers: Mapping[str, float] = field(default_factory=dict)  # figures of other programs, measured once, the best first
+    # Figures of other programs, measured once, the best first
+    peers: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def meets_goal(self, value: float) -> bool | None:
         """Return whether a value meets the goal; None if there is no goal."""
