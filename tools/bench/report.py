@@ -294,8 +294,11 @@ def _write_sample(sample: Sample) -> dict[str, Any]:
 def read_samples(report: Mapping[str, Any]) -> list[Sample]:
     """Return the samples of a report that `as_json` made.
 
-    Raises ValueError if it was made on another processor: its turns cannot be added to those of this one.
+    Raises ValueError for another file, and if it was made on another processor: its turns cannot be added to those of
+    this one.
     """
+    if "rows" not in report:
+        raise ValueError("not a report of this command: leave the file out")
     if (processor := report["machine"]["processor"]) != read_processor_name():
         raise ValueError(f"measured on {processor}, and this is {read_processor_name()}: leave the file out")
     return [_read_sample(each) for each in report["rows"]]

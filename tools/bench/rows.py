@@ -200,16 +200,18 @@ def read_results(
     """Yield the readings of the rows of a workload; `alone` are the results of workload a, for "slowdown" rows."""
     for row in rows:
         value = compute_value(row, results, alone)
-        reason = "" if value is not None else "its streams never all decoded at the same time"
-        yield Reading(row.describe(), value, compute_limit(row, speeds, kv_bytes), reason)
+        missing = "workload a has no results" if row.measure == "slowdown" else "its streams never all decoded at once"
+        yield Reading(row.describe(), value, compute_limit(row, speeds, kv_bytes), missing if value is None else "")
 
 
 def compute_value(row: BenchmarkRow, results: Results, alone: Results = ()) -> float | None:
-    """Return a row's value in its unit; None for the measure "step" if the streams never all decoded at once."""
+    """Return a row's value; None if the streams of a "step" never all decoded at once, or without `alone`."""
     result = find_result(results, row)
     match row.measure:
         case "decode":
             return 1e3 / float(result["itl_ms"]["mean"])
+        case "slowdown" if not alone:
+            return None
         case "slowdown":
             short = find_result(alone, replace(row, phase=None))
             return float(short["itl_ms"]["mean"]) / float(result["itl_ms"]["mean"])

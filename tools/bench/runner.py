@@ -154,7 +154,7 @@ def run_cases(cases: Iterable[Case], effort: Effort, show_status: ShowStatus) ->
         for case in cases:
             if case.set_up != latest:
                 opened.close()
-                latest, failed = case.set_up, ""
+                latest, subject, failed = case.set_up, None, ""  # no reference keeps the memory of an engine
                 show_status(f"{case.name}: starting")
                 try:
                     subject = opened.enter_context(case.set_up())

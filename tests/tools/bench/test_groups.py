@@ -12,10 +12,10 @@ from tools.bench.__main__ import main
 from tools.bench.checkouts import THIS_CHECKOUT
 
 
-def measure(tmp_path: Path, *arguments: str) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def measure(tmp_path: Path, group: str, *arguments: str) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Return the samples of a group by what was measured, and by variant."""
     file = tmp_path / "it.json"
-    assert main([*arguments, "--json", str(file)]) == 0
+    assert main([group, "--json", str(file), *arguments]) == 0
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for each in json.loads(file.read_text())["rows"]:
         found.setdefault(each["what"], {}).setdefault(each["variant"], []).append(each)
