@@ -19,7 +19,7 @@ PEERS_DATE = "2026-11-20"
 
 DEFAULT_STRATEGY, MIXED = "paged", "mixed"  # values of `strategy`; "mixed" spreads requests over all strategies
 TRANSFORMERS = "transformers"  # a value of `strategy`: transformers in a separate process, without a server
-Group = Literal[
+RowGroup = Literal[
     "decode",
     "prefill",
     "batch",
@@ -34,7 +34,7 @@ Group = Literal[
     "f",
     "g",
 ]
-LONG_CONTEXTS: frozenset[Group] = frozenset({"e1", "e8", "e16", "f", "g"})  # share a server with more KV memory
+LONG_CONTEXTS: frozenset[RowGroup] = frozenset({"e1", "e8", "e16", "f", "g"})  # share a server with more KV memory
 Measure = Literal["decode", "prefill", "ttft", "output", "step", "ready", "peak", "slowdown", "mixing"]
 UNITS: Mapping[Measure, str] = {
     "decode": "tokens/s",
@@ -56,7 +56,7 @@ class BenchmarkRow:
 
     what: str  # the work, as the table shows it
     shape: ModelShape
-    group: Group
+    group: RowGroup
     measure: Measure
     goal: float | None = None
     weights: str = "auto"  # the value of --weights; auto: bfloat16
@@ -85,7 +85,7 @@ def make_transformers_row(what: str, shape: ModelShape, measure: Measure, worklo
 
 
 def make_long_row(
-    what: str, group: Group, measure: Measure, goal: float | None = None, phase: str | None = None
+    what: str, group: RowGroup, measure: Measure, goal: float | None = None, phase: str | None = None
 ) -> BenchmarkRow:
     """Return a row whose workload has the name of its group."""
     return BenchmarkRow(what, QWEN, group, measure, goal, workload=group, phase=phase)

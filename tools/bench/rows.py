@@ -30,8 +30,8 @@ from tools.bench.goals import (
     ROWS,
     TRANSFORMERS,
     BenchmarkRow,
+    RowGroup,
 )
-from tools.bench.goals import Group as RowGroup
 from tools.bench.limits import GIB, Speeds, compute_limit
 from tools.bench.long_contexts import SETTINGS_FILE
 from tools.bench.models import LLAMA, QWEN, SHAPES, cache_folder, make_model
