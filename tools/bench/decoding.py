@@ -34,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--strategy",
         action="append",
-        help="as for `kvmux evaluate`; may be given several times, and the first is compared with the others "
+        help="as for `kvmux evaluate`; may be given several times, and the others are compared with the first "
         f"(default: {', '.join(STRATEGIES)})",
     )
     add("--sequences", type=int, nargs="+", default=[1, 8], help="numbers of sequences decoded together (default: 1 8)")
@@ -52,7 +52,7 @@ def list_cases(context: Context) -> Iterator[Case]:
     for sequences in options.sequences:
         title = f"{sequences} sequences of {options.context:,} tokens"
         measure = partial(_measure, options, sequences)
-        yield Case(title, Table(title, base=names[0]), measure, names, set_up, warm_ups=1)
+        yield Case(title, Table(title, base=names[0], compares_others=True), measure, names, set_up, warm_ups=1)
 
 
 def make_settings(options: Namespace, context: Context) -> Settings:

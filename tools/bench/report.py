@@ -89,7 +89,7 @@ def _format_table(table: Table, samples: Sequence[Sample]) -> str:
     parts = [*head, _format_variants(table, samples, variants)]
     others = [name for name in variants if name != table.base]
     if table.base in variants and others:
-        parts += _format_ratios(table.base, samples, others)
+        parts += _format_ratios(table, samples, others)
     return "\n\n".join(parts)
 
 
@@ -127,23 +127,26 @@ def _format_variants(table: Table, samples: Sequence[Sample], variants: Sequence
     return "\n".join(lines)
 
 
-def _format_ratios(base: str, samples: Sequence[Sample], others: Sequence[str]) -> Iterator[str]:
-    """Yield an introduction and a table of how many times as fast the base is as each other variant."""
+def _format_ratios(table: Table, samples: Sequence[Sample], others: Sequence[str]) -> Iterator[str]:
+    """Yield an introduction and a table of how many times as fast the base is as each other variant, or the reverse."""
+    base, reverse = str(table.base), table.compares_others
+    pairs = [(other, base) if reverse else (base, other) for other in others]
     found = {
-        row.what: [compare_by_turns(of_row, base, other) for other in others]
+        row.what: [compare_by_turns(of_row, one, other) for one, other in pairs]
         for row, of_row in group_by_row(samples)
         if row.unit
     }
     counts = [each.coverage for ratios in found.values() for each in ratios if each is not None]
     if not counts:
         return
-    text = f"How many times as fast {base} is (of sizes: as small), the median of the ratios of the turns"
+    whose = f"each is as {base}" if reverse else f"{base} is"
+    text = f"How many times as fast (of sizes: as small) {whose}, the median of the ratios of the turns"
     if max(counts) > 0:
         text += ", and the interval that contains the true median with a probability of 95 % for any distribution"
     if max(counts) < 0.95:
         text += f"; of fewer than {ENOUGH_TURNS} turns it is the whole range, which contains it with the given one"
     yield text + "."
-    lines = _start_table("times as fast as", others)
+    lines = _start_table(f"times as fast as {base}" if reverse else "times as fast as", others)
     lines += ["| " + " | ".join([what, *map(format_ratio, ratios)]) + " |" for what, ratios in found.items()]
     yield "\n".join(lines)
 

@@ -59,6 +59,7 @@ class Table:
     title: str
     variants_are_rows: bool = False  # instead of columns
     base: str | None = None  # the variant that is compared with each other one by the ratios of their turns
+    compares_others: bool = False  # the ratios say how many times as fast the others are as the base, not the base
     note: str = ""  # printed above it
 
 

@@ -47,6 +47,8 @@ def test_variants_have_medians_the_share_of_the_limit_and_ratios() -> None:
     text = as_text(Report(DATE, make_samples()))
     assert "| a step, ms | 15.0 (0.75, 5%) | 30.0 (0.75, 2%) |" in text
     assert "| times as fast as | theirs |\n|---|---:|\n| a step | 2.00 (2.00 to 2.00; 50%) |" in text
+    reverse = as_text(Report(DATE, make_samples(Table("servers", base="ours", compares_others=True))))
+    assert "| times as fast as ours | theirs |\n|---|---:|\n| a step | 0.50 (0.50 to 0.50; 50%) |" in reverse
     assert "disturbed" not in text
     assert "times as fast" not in as_text(Report(DATE, make_samples(Table("servers"))))
     by_variant = as_text(Report(DATE, make_samples(Table("servers", variants_are_rows=True))))
