@@ -27,7 +27,7 @@ LATER = 64  # tokens that follow before a question that the scorer has not seen
 FAR = 256  # tokens; recall counts answers whose fact is farther back
 RUNNING, SEEN, UNSEEN = "running text", "question seen", "question not seen"
 TITLE = "scorers"
-PERPLEXITY, TEXT_KL, RECORDS_KL = Row("perplexity of stories"), Row("KL of stories"), Row("KL of records")
+PERPLEXITY, TEXT_KL, RECORDS_KL = Row("perplexity of stories", digits=4), Row("KL of stories"), Row("KL of records")
 RECALL = {
     RUNNING: Row("recall", "%", False),
     SEEN: Row("recall, question seen", "%", False),

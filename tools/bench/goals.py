@@ -73,7 +73,7 @@ class BenchmarkRow:
     def describe(self) -> Row:
         """Return the row of the report."""
         lower = self.measure in LOWER_IS_BETTER
-        return Row(self.what, UNITS[self.measure], lower, self.goal, self.peers)
+        return Row(self.what, UNITS[self.measure], lower, self.goal, peers=self.peers)
 
 
 OPENVINO_IN_PROCESS = "OpenVINO (in process)"

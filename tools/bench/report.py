@@ -193,13 +193,14 @@ def _format_cell(samples: Sequence[Sample], variant: str = "", *, alone: bool = 
         return MISSING
     found, (_, limit, share) = estimate_median(values), _summarize(own)
     mark = DISTURBED_MARK if any((each.reading.background_load or 0) > BUSY_THRESHOLD for each in own) else ""
-    text = format_number(found.median) + mark
+    digits = samples[0].reading.row.digits
+    text = format_number(found.median, digits) + mark
     if alone:
         return text
     if limit is not None and share is not None:
         return f"{text} ({format_number(limit)}, {share:.0%})"
     if found.low < found.high:
-        return f"{text} ({format_number(found.low)} to {format_number(found.high)})"
+        return f"{text} ({format_number(found.low, digits)} to {format_number(found.high, digits)})"
     return text
 
 
@@ -246,10 +247,12 @@ def _shorten(reason: str) -> str:
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]} ..."
 
 
-def format_number(value: float) -> str:
-    """Return a number with three significant digits, or with all digits before the point; a count as it is."""
+def format_number(value: float, digits: int = 3) -> str:
+    """Return a number with so many significant digits, or with all digits before the point; a count as it is."""
     if isinstance(value, int):
         return f"{value:,}"
+    if digits > 3:
+        return f"{value:,.{digits}g}"
     if value and abs(value) < 1:
         return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
@@ -308,7 +311,7 @@ def read_samples(report: Mapping[str, Any]) -> list[Sample]:
 
 
 def _read_sample(each: Mapping[str, Any]) -> Sample:
-    row = Row(each["what"], each["unit"], each["lower_is_better"], each["goal"], each["peers"])
+    row = Row(each["what"], each["unit"], each["lower_is_better"], each["goal"], each["digits"], each["peers"])
     reading = Reading(row, each["value"], each["limit"], each["reason"] or "", each["used_by_others"])
     return Sample(Table(**each["table"]), each["variant"], each["turn"], reading)
 

@@ -38,6 +38,7 @@ class Row:
     unit: str = ""
     lower_is_better: bool = True
     goal: float | None = None
+    digits: int = 3  # significant ones that are shown
     # Figures of other programs, measured once, the best first
     peers: Mapping[str, float] = field(default_factory=dict, hash=False)
 

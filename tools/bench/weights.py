@@ -48,8 +48,8 @@ def _measure(options: Namespace, _: None, __: str) -> Iterator[Reading]:
     for name, model, text, record in zip(options.weights, models, texts, records, strict=True):
         right, asked = record.recall(0, options.length)
         yield Reading(Row("bytes"), model.weight_bytes, variant=name)
-        yield Reading(Row("perplexity of text"), text.perplexity, variant=name)
-        yield Reading(Row("likeliest token the same", "%", False), 100 * text.agreement, variant=name)
+        yield Reading(Row("perplexity of text", digits=4), text.perplexity, variant=name)
+        yield Reading(Row("likeliest token the same", "%", False, digits=4), 100 * text.agreement, variant=name)
         yield Reading(Row("KL", "nats"), text.kl, variant=name)
         yield Reading(Row("answers known", f"of {asked}", False), right, variant=name)
 

@@ -218,7 +218,7 @@ def compare(own: Results, base: Results, bounds: Bounds, *, exact: bool) -> Iter
     found = Agreement.between(own.predictions, base.predictions)
     greedy = GreedyAgreement.between(own.greedy, base.greedy)
     ratio, mean, clear = (100 * bounds.perplexity, bounds.mean_difference, 0) if exact else (None, None, None)
-    yield Reading(Row("perplexity"), found.perplexity)
+    yield Reading(Row("perplexity", digits=5), found.perplexity)
     yield Reading(Row("differs from llama.cpp's by", "%", goal=ratio), 100 * abs(found.perplexity_ratio - 1))
     yield Reading(Row("log-probability, mean difference", "nats", goal=mean), found.mean_difference)
     yield Reading(Row("largest difference", "nats"), found.max_difference)
