@@ -108,13 +108,13 @@ bench: $(VENV)/.base  ## measure every figure that has a goal (ARGS="--rows deco
 	$(PY) -m tools.bench $(ARGS)
 
 bench-peers: $(VENV)/.base  ## install llama.cpp and vLLM by themselves, and measure them beside kvmux (ARGS=--help)
-	$(PY) -m tools.bench.peers --pip-args="$(PIP_ARGS)" $(ARGS)
+	$(PY) -m tools.bench peers --pip-args="$(PIP_ARGS)" $(ARGS)
 
 bench-types: $(VENV)/.base  ## measure a model in every type of GGUF file (ARGS="FILE.gguf"; see --help)
-	$(PY) -m tools.bench.peers.gguf_types --pip-args="$(PIP_ARGS)" $(ARGS)
+	$(PY) -m tools.bench gguf_types --pip-args="$(PIP_ARGS)" $(ARGS)
 
 validate: $(VENV)/.with-validate  ## compare the results of every strategy with llama.cpp's (ARGS=--help)
-	$(PY) -m tools.validation --pip-args="$(PIP_ARGS)" $(ARGS)
+	$(PY) -m tools.bench validation $(ARGS)
 
 compare: $(VENV)/.with-evaluate  ## compare all strategies under load in an HTML report; needs `make prometheus` (ARGS=--help)
 	$(PY) -m tools.comparison $(ARGS)

@@ -145,7 +145,7 @@ def test_models_know_no_strategy_and_no_engine() -> None:
 
 
 def test_tools_that_torture_a_server_see_it_from_outside() -> None:
-    outside = ("tools.torture", "tools.chaos", "tools.soak", "tools.compare_")
+    outside = ("tools.torture", "tools.chaos", "tools.soak")
     for name, file in modules().items():
         if name.startswith(outside):
             assert not {m for m in imports(file) if top(m) in ("kernels", "cache_strategies", "server")}, name

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from tools.torture.chaos import ChaosPlan, print_start, run_chaos
-from tools.torture.expected_answers import ExpectedAnswerError
 from tools.torture.faults import FAULTS, Fault
 from tools.torture.report import chaos_as_json, make_chaos_tables, make_console, print_tables, write_json
+from tools.torture.running import ExpectedAnswerError
 from tools.torture.server_process import StartError
 
 

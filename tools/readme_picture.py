@@ -17,9 +17,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tools.serving import THIS_CHECKOUT as ROOT
-from tools.serving import TIMEOUT_SECONDS, serving
+from server.profiling.running import TERMINATE_TIMEOUT, run_server
 
+ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "guide" / "img" / "example.svg"
 COLUMNS = 158  # the width of the terminal
 ADDRESS = "http://127.0.0.1:8000"  # of the server in the README
@@ -48,12 +48,12 @@ def read_example(readme: str) -> tuple[str, str]:
 
 def run_example(program: str, config: str) -> tuple[str, str]:
     """Return what the server and the program print."""
-    with serving(ROOT, ["--config", config]) as server:
+    with run_server(["--config", config]) as server:
         command = [sys.executable, "-c", program.replace(ADDRESS, server.url)]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         server.process.terminate()
-        server.process.wait(TIMEOUT_SECONDS)  # it writes the rest of its log
-        served = server.output.read_text()
+        server.process.wait(TERMINATE_TIMEOUT)  # it writes the rest of its log
+        served = server.log.read_text()
     return served.replace(server.url, ADDRESS), printed
 
 

@@ -11,8 +11,8 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from tools.torture.expected_answers import ExpectedAnswerError
 from tools.torture.report import make_console, make_soak_tables, print_tables, soak_as_json, write_json
+from tools.torture.running import ExpectedAnswerError
 from tools.torture.server_process import StartError
 from tools.torture.soak import GrowthBounds, SoakPlan, print_start, run_soak
 

@@ -38,6 +38,7 @@ class RunningServer:
     url: str
     process: psutil.Process
     ready_seconds: float  # seconds from the start of the process until it was ready for requests
+    log: Path  # what it prints and logs; the file is removed when the server has ended
 
     @property
     def processes(self) -> list[psutil.Process]:
@@ -102,7 +103,7 @@ def run_server(flags: Sequence[str], env: Mapping[str, str] | None = None) -> It
         began = time.monotonic()
         with start_process(command, stdout=log, stderr=subprocess.STDOUT, env=env) as process:
             url = _wait_until_ready(process, said, began + START_TIMEOUT)
-            yield RunningServer(url, psutil.Process(process.pid), time.monotonic() - began)
+            yield RunningServer(url, psutil.Process(process.pid), time.monotonic() - began, said)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:

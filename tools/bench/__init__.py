@@ -1,1 +1,1 @@
-"""Benchmarks for the project's claims about speed: `make bench`, and single ones by `python -m tools.bench.NAME`."""
+"""Benchmarks for the project's claims: `python -m tools.bench GROUP`, whose groups are modules of this folder."""

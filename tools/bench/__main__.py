@@ -1,6 +1,6 @@
-"""`make bench`: measures the speed, start-up and memory of `kvmux serve`, and compares them with goals and peers.
+"""`python -m tools.bench [GROUP]`: measures a group of cases, by default the rows of `make bench`.
 
-The rows are in table/goals.py; this module parses the command line and writes the report.
+This module parses the command line and publishes the report. Each group is a module of this folder.
 """
 
 from __future__ import annotations
@@ -9,65 +9,119 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
-from typing import get_args
 
-from server.profiling.running import RunError, sigterm_as_ctrl_c
-from tools.bench.table.documents import BENCHMARKS, TABLES, update_performance_doc, update_section
-from tools.bench.table.goals import ROWS, Group
-from tools.bench.table.models import SHAPES, cache_folder
-from tools.bench.table.report import BenchmarkReport, as_json, as_text
-from tools.bench.table.runs import RunOptions, measure_rows
+from server.profiling.running import sigterm_as_ctrl_c
+from tools.bench.report import Report, as_json, as_text, read_samples, update_section
+from tools.bench.runner import CASE_ERRORS, Context, Effort, Group, Sample, run_cases
+from tools.peers.installer import InstallError
 from tools.status_line import status_line
 
-DESCRIPTION = """\
-Starts `kvmux serve` once for each model and weight format, sends it load over HTTP, and compares the figures with
-goals, with other servers, and with the limits of this machine, which are measured in the same minute. transformers is
-measured, too, in a separate process. Models of real shapes with random weights are made first, and kept. A run during
-which other processes used the CPU is repeated, and marked if that does not help."""
-
-FAILED, INTERRUPTED = 2, 130  # exit statuses; 130 is what shells use for Ctrl-C
+DEFAULT_GROUP = "rows"
+GROUPS = {
+    "rows": "what `make bench` measures: kvmux over HTTP beside goals, peers and the limits of this machine",
+    "growth": "a decode step of every strategy by context and streams, and the calls that must not grow",
+    "decoding": "decode steps under any cache strategies",
+    "kernels": "every operation beside the speed of the memory",
+    "compression": "what each scorer costs in quality",
+    "weights": "what quantized weights cost in quality",
+    "grammars": "what grammars cost a token and a batch",
+    "replicas": "several replicas on Ray Serve beside round robin and one server",
+    "peers": "llama.cpp and vLLM, which are installed, beside kvmux",
+    "gguf_files": "real GGUF files on kvmux and llama.cpp",
+    "gguf_types": "one model in every type of GGUF file",
+    "checkouts": "two versions of the code",
+    "validation": "what kvmux computes beside what llama.cpp computes",
+}
+MODULES = {"validation": "tools.validation.cases"}  # of groups that are not modules of this folder
+MISSED, FAILED, INTERRUPTED = 1, 2, 130  # exit statuses; 130 is what shells use for Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="make bench", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--rows", nargs="+", choices=get_args(Group), default=get_args(Group), help="groups of rows (default: all)")
-    add("--model", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES), help="models to measure (default: all)")
-    add("--rounds", type=int, default=3, help="rounds of each workload (default: 3)")
-    add("--attempts", type=int, default=3, help="attempts at a workload while other processes run (default: 3)")
-    add("--models", type=Path, default=cache_folder(), help="folder of the models (default: in the user's cache)")
-    add("--json", type=Path, metavar="FILE", help="write the figures to this file as JSON")
-    add("--docs", type=Path, metavar="FOLDER", help="update all measured figures in the documents of this folder")
-    options = parser.parse_args(arguments)
-    if min(options.rounds, options.attempts) < 1:
-        parser.error("--rounds and --attempts should be at least 1")
-    rows = [row for row in ROWS if row.group in options.rows and row.shape.name in options.model]
-    if not rows:
-        parser.error("there are no rows for these --rows and --model: change one of them")
-    if options.docs and len(rows) < len(ROWS):
-        parser.error("--docs: the documents show all rows; leave --rows and --model out")
-    date = datetime.now().astimezone()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given.pop(0) if given and given[0] in GROUPS else DEFAULT_GROUP
+    group: Group = import_module(MODULES.get(name, f"tools.bench.{name}")).GROUP
+    command = group.command or f"python -m tools.bench {name}"
+    parser = make_parser(group, command)
+    options = parser.parse_args(given)
+    check_options(parser, group, options)
+    report = Report(datetime.now().astimezone())
     with sigterm_as_ctrl_c(), status_line() as show_status:
+        context = Context(options, show_status)
         try:
-            effort = RunOptions(options.rounds, options.attempts, options.models)
-            results = measure_rows(rows, effort, show_status)
-            report = BenchmarkReport(date, sorted(results, key=lambda each: rows.index(each.row)))
-            if options.docs:
-                update_section(options.docs / BENCHMARKS, TABLES, as_text(report))
-                update_performance_doc(options.docs, options.models, show_status)
-        except (RunError, OSError) as error:
-            print(f"make bench: {error}", file=sys.stderr)
+            status = measure(group, context, report)
+            report.notes = context.notes
+            report.samples.sort(key=group.order)
+            if options.docs and status == 0:
+                update_section(options.docs / str(group.document), command, as_text(report))
+                group.update_more(context)
+            elif options.docs:
+                context.notes.append("the document was not changed, as something is missing")
+        except (*CASE_ERRORS, ValueError, InstallError) as error:
+            print(f"{command}: {error}", file=sys.stderr)
             return FAILED
-        except KeyboardInterrupt:  # also SIGTERM; the started processes have ended by now
-            return INTERRUPTED
+    if not report.samples and not report.failures:
+        return status
     print(as_text(report))
     if options.json:
         options.json.write_text(json.dumps(as_json(report), indent=2) + "\n")
-    return 0
+    if group.draw is not None and options.plot:
+        group.draw(report.samples, options.plot)
+    return MISSED if status == 0 and group.goals_are_bounds and report.missed else status
+
+
+def make_parser(group: Group, command: str) -> argparse.ArgumentParser:
+    groups = "\n".join(f"  {name:12} {what}" for name, what in GROUPS.items())
+    parser = argparse.ArgumentParser(
+        prog=command,
+        description=group.description,
+        epilog=f"groups of `python -m tools.bench GROUP`:\n{groups}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, usual = parser.add_argument, group.effort
+    add("--turns", "--rounds", type=int, default=usual.turns, help=f"turns of each variant (default: {usual.turns})")
+    attempts = f"attempts at a measurement while other processes run (default: {usual.attempts})"
+    add("--attempts", type=int, default=usual.attempts, help=attempts)
+    add("--json", type=Path, metavar="FILE", help="write all measurements to this file as JSON")
+    add("--earlier", type=Path, metavar="FILE", help="JSON of an earlier run on this machine, whose turns are added")
+    docs = f"write the tables into {group.document} of this folder" if group.document else argparse.SUPPRESS
+    add("--docs", type=Path, metavar="FOLDER", help=docs)
+    if group.draw is not None:
+        add("--plot", type=Path, metavar="FILE", help="plot the figures to this file; needs kvmux[evaluate]")
+    group.add_arguments(parser)
+    return parser
+
+
+def check_options(parser: argparse.ArgumentParser, group: Group, options: argparse.Namespace) -> None:
+    """End the program with a message if an option does not fit."""
+    if min(options.turns, options.attempts) < 1:
+        parser.error("--turns (--rounds) and --attempts should be at least 1")
+    parts = [name for name in group.parts if getattr(options, name) != parser.get_default(name)]
+    if options.docs and (parts or group.document is None):
+        names = " and ".join(f"--{name}" for name in parts) or "--docs"
+        parser.error(f"--docs: the document shows everything; leave {names} out")
+
+
+def measure(group: Group, context: Context, report: Report) -> int:
+    """Run the cases of a group and add what is measured to a report; return the exit status.
+
+    Ctrl-C and SIGTERM end it with what was measured so far; the processes that were started have ended by then.
+    """
+    options = context.options
+    if options.earlier:
+        report.samples = read_samples(json.loads(options.earlier.read_text()))
+    turns = report.num_turns
+    cases = group.list_cases(context)
+    try:
+        for result in run_cases(cases, Effort(options.turns, options.attempts), context.show_status):
+            report.add(replace(result, turn=turns + result.turn) if isinstance(result, Sample) else result)
+    except KeyboardInterrupt:
+        context.notes.append("interrupted: some rows were not measured, or in fewer turns")
+        return INTERRUPTED
+    return FAILED if report.failures else 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""`python -m tools.bench.transformers_peer`: runs a single-stream workload with transformers in this process.
+"""Runs a single-stream workload with transformers; a process of its own that the rows of `make bench` start.
 
-Greedy generation in bfloat16, from ids to ids, without HTTP or text. Prints results as `kvmux bench` does. `make bench`
-starts it as a separate process while no server runs.
+Greedy generation in bfloat16, from ids to ids, without HTTP or text. Prints results as `kvmux bench` does. Arguments:
+the model's directory, the workload, and the number of answers after one to warm up.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from tools.bench.table.goals import TRANSFORMERS
-from tools.bench.table.limits import WORKLOADS, Workload
+from tools.bench.goals import TRANSFORMERS
+from tools.bench.limits import WORKLOADS, Workload
 
 
 class Latencies(NamedTuple):
@@ -44,20 +44,9 @@ class TimestampStreamer(BaseStreamer):
         pass
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.transformers_peer", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="a model directory in Hugging Face's format")
-    parser.add_argument(
-        "--workload", choices=[name for name, work in WORKLOADS.items() if work.streams == 1], default="a"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="number of answers, after one warm-up")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    options = parser.parse_args(arguments)
-    if min(options.rounds, 1 if options.threads is None else options.threads) < 1:
-        parser.error("--rounds and --threads should be at least 1")
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    print(json.dumps([measure(options.model, WORKLOADS[options.workload], options.rounds)]))
+def main() -> None:
+    directory, workload, rounds = sys.argv[1:]
+    print(json.dumps([measure(Path(directory), WORKLOADS[workload], int(rounds))]))
 
 
 def measure(directory: Path, work: Workload, rounds: int) -> Mapping[str, Any]:

@@ -30,7 +30,7 @@ from server.evaluation.command import make_progress_bar, select_strategies
 from server.models.files.directory import resolve_model_settings
 from server.profiling.running import RunError, run_server, sigterm_as_ctrl_c
 from server.version import get_version
-from tools.bench.table.report import read_processor_name
+from tools.bench.report import read_processor_name
 from tools.comparison.fidelity import evaluate
 from tools.comparison.measure import SCRAPE_INTERVAL, CellMeter
 from tools.comparison.plan import Plan

@@ -12,8 +12,8 @@ from server.engine.info import compute_digest
 from tools.peers.installer import Installer
 
 LLAMA_CPP, LLAMA_CPP_VERSION = "llama-cpp-python", "0.3.36"  # its source package contains llama.cpp
-INSTALLED_VERSION = f"{LLAMA_CPP_VERSION}, server, perplexity and quantize"  # of a complete folder
-PROGRAMS = ("llama-server", "llama-perplexity", "llama-quantize")
+INSTALLED_VERSION = f"{LLAMA_CPP_VERSION}, server and quantize"  # of a complete folder
+PROGRAMS = ("llama-server", "llama-quantize")
 CONVERTER_PACKAGES = ("transformers==4.57.6", "numpy", "sentencepiece", "protobuf")
 # The web interface would be downloaded during the build, and OpenSSL is for downloading models. Neither is needed.
 CMAKE_FLAGS = (

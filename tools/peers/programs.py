@@ -39,6 +39,7 @@ class StartCommand:
 
     arguments: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None  # in which it runs; None: in that of this process
 
     def describe(self) -> str:
         """Return the command as text, in which folders of this machine and the address are left out."""
@@ -81,6 +82,7 @@ def run_program(program: ServerProgram, needs: ServerNeeds) -> Iterator[StartedS
         began = time.monotonic()
         process = subprocess.Popen(
             command.arguments,
+            cwd=command.folder,
             env={**os.environ, **command.environment},
             stdout=output,
             stderr=subprocess.STDOUT,

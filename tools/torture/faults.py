@@ -10,6 +10,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from time import monotonic
 
@@ -57,13 +58,24 @@ class Fault:
 
 
 # ---------------------------------------------------------------- single processes
-def _send_signal(processes: Iterable[psutil.Process | None], number: signal.Signals) -> Affected:
-    """Signal processes and return them; None if there are none."""
-    found = [each for each in processes if each is not None]
-    for each in found:
-        with suppress(psutil.NoSuchProcess):
-            each.send_signal(number)
-    return found or None
+Choose = Callable[[FaultTarget], list[psutil.Process]]
+
+
+def _engine(target: FaultTarget) -> list[psutil.Process]:
+    engine = target.server.find_roles().engine
+    return [] if engine is None else [engine]
+
+
+def _worker(target: FaultTarget) -> list[psutil.Process]:
+    return _choose_one(target, target.server.find_roles().workers)
+
+
+def _helper(target: FaultTarget) -> list[psutil.Process]:
+    return _choose_one(target, target.server.find_roles().helpers)
+
+
+def _children(target: FaultTarget) -> list[psutil.Process]:
+    return [*_engine(target), *target.server.find_roles().workers]
 
 
 def _choose_one(target: FaultTarget, processes: Sequence[psutil.Process]) -> list[psutil.Process]:
@@ -71,84 +83,55 @@ def _choose_one(target: FaultTarget, processes: Sequence[psutil.Process]) -> lis
     return [target.draw.choice(processes)] if processes else []
 
 
-async def _kill_engine(target: FaultTarget) -> Affected:
-    return _send_signal([target.server.find_roles().engine], signal.SIGKILL)
+def _send_signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for each in processes:
+        with suppress(psutil.NoSuchProcess):
+            each.send_signal(number)
 
 
-async def _kill_worker(target: FaultTarget) -> Affected:
-    return _send_signal(_choose_one(target, target.server.find_roles().workers), signal.SIGKILL)
+async def _kill(choose: Choose, target: FaultTarget) -> Affected:
+    _send_signal(processes := choose(target), signal.SIGKILL)
+    return processes or None
 
 
-async def _kill_children(target: FaultTarget) -> Affected:
-    roles = target.server.find_roles()
-    return _send_signal([roles.engine, *roles.workers], signal.SIGKILL)
-
-
-async def _kill_helper(target: FaultTarget) -> Affected:
-    return _send_signal(_choose_one(target, target.server.find_roles().helpers), signal.SIGKILL)
-
-
-async def _terminate_child(target: FaultTarget, processes: Sequence[psutil.Process | None]) -> Affected:
+async def _terminate(choose: Choose, target: FaultTarget) -> Affected:
     """Send SIGTERM to children of the supervisor; return them if they end, and [] if they block the signal."""
-    affected = _send_signal(processes, signal.SIGTERM)
-    if affected is None:
+    _send_signal(processes := choose(target), signal.SIGTERM)
+    if not processes:
         return None
     deadline = monotonic() + SIGTERM_SECONDS
     while monotonic() < deadline:
-        roles = target.server.find_roles()
-        if not all(each in (roles.engine, *roles.workers) for each in affected):
-            return affected
+        left = _children(target)
+        if not all(each in left for each in processes):
+            return processes
         await asyncio.sleep(POLL_SECONDS)
     return []
 
 
-async def _terminate_worker(target: FaultTarget) -> Affected:
-    return await _terminate_child(target, _choose_one(target, target.server.find_roles().workers))
-
-
-async def _terminate_engine(target: FaultTarget) -> Affected:
-    return await _terminate_child(target, [target.server.find_roles().engine])
-
-
-async def _pause(target: FaultTarget, processes: Sequence[psutil.Process | None]) -> Affected:
+async def _pause(choose: Choose, target: FaultTarget) -> Affected:
     """Stop processes with SIGSTOP, and continue them after PAUSE_SECONDS."""
-    stopped = _send_signal(processes, signal.SIGSTOP)
+    _send_signal(processes := choose(target), signal.SIGSTOP)
     try:
         await asyncio.sleep(target.draw.uniform(*PAUSE_SECONDS))
     finally:
         _send_signal(processes, signal.SIGCONT)
-    return None if stopped is None else []
+    return [] if processes else None
 
 
-async def _stop_engine(target: FaultTarget) -> Affected:
-    return await _pause(target, [target.server.find_roles().engine])
-
-
-async def _stop_worker(target: FaultTarget) -> Affected:
-    return await _pause(target, _choose_one(target, target.server.find_roles().workers))
-
-
-async def _hang(target: FaultTarget, processes: Sequence[psutil.Process | None]) -> Affected:
+async def _hang(choose: Choose, target: FaultTarget) -> Affected:
     """Stop processes with SIGSTOP; the supervisor must notice it and replace them."""
-    if (stopped := _send_signal(processes, signal.SIGSTOP)) is None:
+    _send_signal(processes := choose(target), signal.SIGSTOP)
+    if not processes:
         return None
-    _, left = await asyncio.to_thread(psutil.wait_procs, stopped, REPLACEMENT_SECONDS)
+    _, left = await asyncio.to_thread(psutil.wait_procs, processes, REPLACEMENT_SECONDS)
     for each in left:
         target.tally.add_problem("hangs not noticed", f"{each} hung for {REPLACEMENT_SECONDS:g} s and was not replaced")
     _send_signal(left, signal.SIGCONT)
     return []
 
 
-async def _hang_engine(target: FaultTarget) -> Affected:
-    return await _hang(target, [target.server.find_roles().engine])
-
-
-async def _hang_worker(target: FaultTarget) -> Affected:
-    return await _hang(target, _choose_one(target, target.server.find_roles().workers))
-
-
 # ---------------------------------------------------------------- the whole server
-async def _restart(target: FaultTarget, number: signal.Signals, *, group: bool) -> Affected:
+async def _restart(number: signal.Signals, target: FaultTarget, *, group: bool = False) -> Affected:
     """Stop the server with a signal that lets it drain, and start it again."""
     children = target.server.find_processes()[1:]
     target.server.send_signal(number, group=group)
@@ -191,64 +174,37 @@ async def count_orphans(tally: Tally, processes: Sequence[psutil.Process]) -> No
             each.kill()
 
 
-async def _terminate(target: FaultTarget) -> Affected:
-    return await _restart(target, signal.SIGTERM, group=False)
-
-
-async def _terminate_group(target: FaultTarget) -> Affected:
-    return await _restart(target, signal.SIGTERM, group=True)
-
-
-async def _hang_up(target: FaultTarget) -> Affected:
-    return await _restart(target, signal.SIGHUP, group=False)
-
-
-async def _hang_up_group(target: FaultTarget) -> Affected:
-    return await _restart(target, signal.SIGHUP, group=True)
-
-
-async def _interrupt_group(target: FaultTarget) -> Affected:
-    return await _restart(target, signal.SIGINT, group=True)
-
-
 # ---------------------------------------------------------------- all of them
+def _make_restart(name: str, description: str, number: signal.Signals, *, group: bool) -> Fault:
+    inject = partial(_restart, number, group=group)
+    return Fault(name, f"{number.name} to {description}, and a new start", inject, SHUTDOWN_FAILURES, orderly=True)
+
+
 FAULTS: tuple[Fault, ...] = (
-    Fault("kill-engine", "SIGKILL to the engine", _kill_engine, ENGINE_FAILURES),
-    Fault("kill-worker", "SIGKILL to an API worker", _kill_worker, WORKER_FAILURES),
+    Fault("kill-engine", "SIGKILL to the engine", partial(_kill, _engine), ENGINE_FAILURES),
+    Fault("kill-worker", "SIGKILL to an API worker", partial(_kill, _worker), WORKER_FAILURES),
     Fault(
-        "kill-children", "SIGKILL to the engine and all API workers", _kill_children, WORKER_FAILURES | ENGINE_FAILURES
+        "kill-children",
+        "SIGKILL to the engine and all API workers",
+        partial(_kill, _children),
+        WORKER_FAILURES | ENGINE_FAILURES,
     ),
     Fault(
-        "kill-helper", "SIGKILL to a child of a worker or of the engine, if there is one", _kill_helper, TEXT_FAILURES
+        "kill-helper",
+        "SIGKILL to a child of a worker or of the engine, if there is one",
+        partial(_kill, _helper),
+        TEXT_FAILURES,
     ),
-    Fault("terminate-engine", "SIGTERM to the engine alone", _terminate_engine, NO_FAILURES),
-    Fault("terminate-worker", "SIGTERM to an API worker alone", _terminate_worker, NO_FAILURES),
-    Fault("stop-engine", "SIGSTOP to the engine, and SIGCONT up to 2 s later", _stop_engine, NO_FAILURES),
-    Fault("stop-worker", "SIGSTOP to an API worker, and SIGCONT up to 2 s later", _stop_worker, NO_FAILURES),
-    Fault("hang-engine", "SIGSTOP to the engine, for good", _hang_engine, ENGINE_FAILURES),
-    Fault("hang-worker", "SIGSTOP to an API worker, for good", _hang_worker, WORKER_FAILURES),
-    Fault("terminate", "SIGTERM to the supervisor, and a new start", _terminate, SHUTDOWN_FAILURES, orderly=True),
-    Fault(
-        "terminate-group",
-        "SIGTERM to all processes, as systemd does, and a new start",
-        _terminate_group,
-        SHUTDOWN_FAILURES,
-        orderly=True,
-    ),
-    Fault("hang-up", "SIGHUP to the supervisor, and a new start", _hang_up, SHUTDOWN_FAILURES, orderly=True),
-    Fault(
-        "hang-up-group",
-        "SIGHUP to all processes, as a closed terminal does, and a new start",
-        _hang_up_group,
-        SHUTDOWN_FAILURES,
-        orderly=True,
-    ),
-    Fault(
-        "interrupt-group",
-        "SIGINT to all processes, as Ctrl-C does, and a new start",
-        _interrupt_group,
-        SHUTDOWN_FAILURES,
-        orderly=True,
-    ),
+    Fault("terminate-engine", "SIGTERM to the engine alone", partial(_terminate, _engine), NO_FAILURES),
+    Fault("terminate-worker", "SIGTERM to an API worker alone", partial(_terminate, _worker), NO_FAILURES),
+    Fault("stop-engine", "SIGSTOP to the engine, and SIGCONT up to 2 s later", partial(_pause, _engine), NO_FAILURES),
+    Fault("stop-worker", "SIGSTOP to a worker, and SIGCONT up to 2 s later", partial(_pause, _worker), NO_FAILURES),
+    Fault("hang-engine", "SIGSTOP to the engine, for good", partial(_hang, _engine), ENGINE_FAILURES),
+    Fault("hang-worker", "SIGSTOP to an API worker, for good", partial(_hang, _worker), WORKER_FAILURES),
+    _make_restart("terminate", "the supervisor", signal.SIGTERM, group=False),
+    _make_restart("terminate-group", "all processes, as systemd does", signal.SIGTERM, group=True),
+    _make_restart("hang-up", "the supervisor", signal.SIGHUP, group=False),
+    _make_restart("hang-up-group", "all processes, as a closed terminal does", signal.SIGHUP, group=True),
+    _make_restart("interrupt-group", "all processes, as Ctrl-C does", signal.SIGINT, group=True),
     Fault("kill", "SIGKILL to the supervisor, and a new start", _kill_server, SHUTDOWN_FAILURES),
 )

@@ -24,7 +24,6 @@ class Predictions:
     log_probs: FloatArray  # [positions]: of the token that follows, in nats
     likeliest: Sequence[frozenset[int]]  # [positions]: the likeliest token, or several if they are equally likely
     perplexity: float
-    is_upper_bound: npt.NDArray[np.bool_] | None = None  # [positions]: the log-probability is at most that; None: equal
 
     @classmethod
     def from_log_probs(cls, log_probs: Sequence[float], likeliest: Sequence[frozenset[int]]) -> Predictions:
@@ -56,12 +55,9 @@ class Agreement:
 
     @classmethod
     def between(cls, own: Predictions, other: Predictions) -> Agreement:
-        """Compare predictions of the same positions. Where `other` knows an upper bound, only exceeding it counts."""
+        """Compare predictions of the same positions."""
         assert len(own.log_probs) == len(other.log_probs), "predictions of different positions"
-        differences = own.log_probs - other.log_probs
-        if other.is_upper_bound is not None:
-            differences[other.is_upper_bound] = np.maximum(differences[other.is_upper_bound], 0)
-        differences = np.abs(differences)
+        differences = np.abs(own.log_probs - other.log_probs)
         same = [bool(a & b) for a, b in zip(own.likeliest, other.likeliest, strict=True)]
         return cls(
             len(same),

@@ -8,7 +8,7 @@ from cache_strategies.eviction import list_policies
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.types import Text
 from tests.cache_strategies.cache_driver import count_free_blocks, enter, evict, make_cache, read_prompt
-from tools.bench.growth.counts import count_calls
+from tools.bench.counts import count_calls
 
 FEW = 2_000
 MANY = [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
-from tools.bench.growth.counts import count_calls
+from tools.bench.counts import count_calls
 
 FEW, MANY = 10, 1500
 INSTANCES = strategies(paged={"kind": "paged"}, other={"kind": "paged"}, contiguous={"kind": "contiguous"})

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.tools.bench.small_shape import SMALL_SHAPE
-from tools.bench.table import models
-from tools.bench.table.models import make_model
+from tools.bench import models
+from tools.bench.models import make_model
 
 
 @pytest.fixture(scope="session")

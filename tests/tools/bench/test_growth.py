@@ -1,11 +1,8 @@
-"""tools.bench.growth measures times, counts calls that must not grow, and writes tables, JSON and plots."""
+"""Times of growing loads have their limits beside them, and calls that must not grow are counted."""
 
 from __future__ import annotations
 
 import json
-import random
-import statistics
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -14,12 +11,13 @@ from cache_strategies.registry import BUILTIN
 from config.settings import load_settings
 from server.models.config import load_config
 from server.models.files.directory import locate
-from tools.bench.growth import times
-from tools.bench.growth.__main__ import as_text, main
-from tools.bench.growth.counts import count_calls
-from tools.bench.growth.points import GrowthPoint, StepRound, as_json, read_points, summarize
-from tools.bench.table.long_contexts import SETTINGS_FILE, compute_read_bytes
-from tools.bench.table.models import ModelShape
+from tools.bench import growth
+from tools.bench.__main__ import main
+from tools.bench.counts import count_calls
+from tools.bench.long_contexts import SETTINGS_FILE, compute_read_bytes
+from tools.bench.models import ModelShape
+from tools.bench.report import read_samples
+from tools.bench.runner import Reading
 
 
 def test_calls_are_counted_exactly() -> None:
@@ -36,89 +34,52 @@ FLAGS = ["--model", "tiny", "--dtype", "bfloat16", "--kv-memory", "64MiB", "--ro
 TINY = ModelShape("tiny", "", "", 4, 256, 640, 4, 2, 2048, 2048, 5e5)
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few steps, on a machine that reads 1 GB and multiplies 1 TFLOP in a second."""
-    monkeypatch.setattr(times, "STEPS", 5)
-    monkeypatch.setattr(times.SpeedProbe, "measure_bandwidth", lambda probe, size: 1e9)
-    monkeypatch.setattr(times.SpeedProbe, "measure_flops", lambda probe: 1e12)
-
-
-@pytest.mark.usefixtures("short")
 def test_times_of_each_strategy_have_what_the_machine_allows_beside_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On a machine that reads 1 GB and multiplies 1 TFLOP in a second."""
+    monkeypatch.setattr(growth, "STEPS", 5)
+    monkeypatch.setattr(growth.SpeedProbe, "measure_bandwidth", lambda probe, size: 1e9)
+    monkeypatch.setattr(growth.SpeedProbe, "measure_flops", lambda probe: 1e12)
     file, plot = tmp_path / "it.json", tmp_path / "it.svg"
-    sizes = ["--contexts", "1280", "16", "--streams", "1", "3", "--stream-context", "640"]
-    assert main([*FLAGS, "--part", "context", "streams", *sizes, "--json", str(file), "--plot", str(plot)]) == 0
-    points = read_points(json.loads(file.read_text()))
-    found = {(point.part, point.size, point.strategy): point for point in points}
-    loads = {("context", 16): 16, ("context", 1280): 1280, ("streams", 1): 640, ("streams", 3): 640}
-    assert list(dict.fromkeys((point.part, point.size) for point in points)) == list(loads), "the shortest first"
-    assert set(found) == {(*load, strategy) for load in loads for strategy in STRATEGIES}
-    assert all(point.value > 0 and len(point.rounds) == 2 and point.model == "tiny" for point in points)
+    sizes = ["--contexts", "1280", "16", "--streams", "1", "3", "--stream-context", "640", "--max-size", "10"]
+    parts = ["--part", "context", "streams", "waiting"]
+    assert main(["growth", *FLAGS, *parts, *sizes, "--json", str(file), "--plot", str(plot)]) == 0
+    found: dict[tuple[str, str, str], list[Reading]] = {}
+    for each in read_samples(json.loads(file.read_text())):
+        place = each.table.title, each.reading.row.what, each.variant
+        found.setdefault(place, []).append(each.reading)
+    loads = {("context", "16"): 16, ("context", "1,280"): 1280, ("streams", "1"): 640, ("streams", "3"): 640}
+    times = [place for place in found if place[0] != "waiting"]
+    titles = list(dict.fromkeys((title.removeprefix("tiny, "), size) for title, size, _ in times))
+    assert titles == list(loads), "the shortest first"
 
     # What operations read is what a model of the strategies, made of their options alone, reads.
     config = load_config(locate("tiny", None))
     assert (config.num_layers, config.num_kv_heads, config.head_dim) == (TINY.layers, TINY.kv_heads, TINY.head_dim)
     for (part, size), context in loads.items():
         for strategy in STRATEGIES:
-            streams = size if part == "streams" else 1
+            streams = int(size) if part == "streams" else 1
             expected = TINY.weight_bytes("auto") + streams * compute_read_bytes(strategy, TINY, context + 1)
-            read = found[part, size, strategy].rounds[0].read_bytes
-            assert read == pytest.approx(expected, rel=0.03), (part, size, strategy)
-            assert found[part, size, strategy].limit == pytest.approx(1e3 * read / 1e9)
-    printed = capsys.readouterr().out
-    assert "tiny, context: ms a step (the machine allows, share)" in printed
-    assert "| 1,280 |" in printed
+            turns = found[f"tiny, {part}", size, strategy]
+            assert len(turns) == 2
+            for turn in turns:
+                assert (turn.value or 0) > 0
+                assert turn.limit == pytest.approx(1e3 * expected / 1e9, rel=0.03), (part, size, strategy)
+    calls = [found["waiting", "calls to schedule a step", size][0].value for size in ("0", "10")]
+    assert 0 < (calls[0] or 0) <= (calls[1] or 0) < 1000, calls
     assert plot.read_text().rstrip().endswith("</svg>")
 
 
 def test_every_built_in_kind_is_measured() -> None:
     settings = load_settings(SETTINGS_FILE, {})
-    names = times.list_strategies(settings)
+    names = growth.list_strategies(settings)
     kinds = {settings.strategies[name].kind if name in settings.strategies else name for name in names}
     assert kinds == BUILTIN.keys()
     assert names[0] == settings.default_strategy
 
 
 def test_steps_end_when_they_take_long() -> None:
-    assert times.repeat(lambda: 0.1, 15, 3, 1.5) == [0.1] * 15
-    assert times.repeat(lambda: 0.5, 15, 3, 1.5) == [0.5] * 3
-    assert times.repeat(lambda: 2.0, 15, 3, 1.5) == [2.0] * 3
-
-
-def test_a_point_is_the_median_of_its_rounds() -> None:
-    rounds = [
-        StepRound(random.uniform(1, 2), random.randint(1, 9), 10.0, random.randint(1, 99), 100.0) for _ in range(5)
-    ]
-    point = summarize("context", 7, "paged", "m", rounds)
-    assert point.value == pytest.approx(statistics.median(1e3 * each.seconds for each in rounds))
-    limits = sorted(1e3 * max(each.read_bytes / 10, (each.flops or 0) / 100) for each in rounds)
-    assert point.limit == pytest.approx(limits[2])
-    assert StepRound(1, 20, 10.0, None, 100.0).limit_seconds == 2, "products are not known of every model"
-    assert read_points(json.loads(json.dumps(as_json([point], datetime.now().astimezone())))) == [point]
-
-
-def make_points(model: str, *strategies: str) -> list[GrowthPoint]:
-    rounds = [StepRound(0.002, 10**6, 1e9, None, 1e12), StepRound(0.003, 10**6, 1e9, None, 1e12)]
-    return [
-        summarize(part, size, name, model, rounds)
-        for part, sizes in (("context", (128, 32_000)), ("streams", (1, 128)))
-        for size in sizes
-        for name in strategies
-    ]
-
-
-def test_a_table_has_a_column_for_each_kind() -> None:
-    points = [GrowthPoint("waiting", at, what, at + len(what)) for at in (0, 10) for what in ("a", "bb")]
-    assert as_text(points).splitlines() == [
-        "| waiting | a | bb |",
-        "|---:|---:|---:|",
-        "| 0 | 1 | 2 |",
-        "| 10 | 11 | 12 |",
-    ]
-
-
-def test_a_time_has_the_limit_and_the_share_beside_it() -> None:
-    assert "| 128 | 2.50 (1.00, 40%) |" in as_text(make_points("m", "paged"))
+    assert growth.repeat(lambda: 0.1, 15, 3, 1.5) == [0.1] * 15
+    assert growth.repeat(lambda: 0.5, 15, 3, 1.5) == [0.5] * 3
+    assert growth.repeat(lambda: 2.0, 15, 3, 1.5) == [2.0] * 3

@@ -15,9 +15,9 @@ import pytest
 
 from tests.end_to_end.server_process import PATIENCE, eventually
 from tests.tools.bench.small_shape import SMALL_SHAPE
+from tools.bench import models
 from tools.bench.__main__ import INTERRUPTED
-from tools.bench.table import models
-from tools.bench.table.models import LLAMA, make_model
+from tools.bench.models import LLAMA, make_model
 
 
 @pytest.fixture

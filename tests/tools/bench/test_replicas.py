@@ -9,25 +9,25 @@ import sys
 import httpx
 
 from tests.end_to_end.server_process import PATIENCE, eventually, metric
-from tools.bench.replicas.chats import ChatLoad
-from tools.bench.replicas.servers import clear, serving
+from tools.bench.chats import ChatLoad, read_answers
+from tools.bench.replicas import clear, serve
 
 
 def test_tokens_of_a_round_are_those_that_the_server_has_counted(rng: random.Random) -> None:
     load = ChatLoad(
-        tenants=2, chats=3, turns=3, output_tokens=4, pause=0.05, beginning_words=40, seed=rng.getrandbits(32)
+        tenants=2, chats=3, chat_turns=3, output_tokens=4, pause=0.05, beginning_words=40, seed=rng.getrandbits(32)
     )
-    with serving(sys.executable, "serve", "--kv-memory", "64MiB") as url:
+    with serve(sys.executable, "serve", "--kv-memory", "64MiB") as url:
         clear(url)
-        found = asyncio.run(load.run(url, lambda: ""))
-        summary = found.summarize()
-        assert summary["requests"] == 9
-        assert {each.turn for each in found.answers} == {(chat, turn) for chat in range(3) for turn in range(3)}
-        assert all(each.cached_tokens > 0 for each in found.answers if each.turn[1] > 0), "chats go on in the cache"
+        answers = asyncio.run(load.run(url, lambda: ""))
+        assert {each.turn for each in answers} == {(chat, turn) for chat in range(3) for turn in range(3)}
+        assert all(each.cached_tokens > 0 for each in answers if each.turn[1] > 0), "chats go on in the cache"
+        total, computed, *times = [each.value for each in read_answers(answers)]
+        assert len(times) == len(answers) == 9
 
         def are_counted() -> bool:
             text = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
-            total, cached = metric(text, "kvmux_prompt_tokens_total"), metric(text, "kvmux_prompt_tokens_cached_total")
-            return (total, total - cached) == (summary["prompt_tokens"], summary["computed_tokens"])
+            prompt, cached = metric(text, "kvmux_prompt_tokens_total"), metric(text, "kvmux_prompt_tokens_cached_total")
+            return (prompt, prompt - cached) == (total, computed)
 
         eventually(are_counted)

@@ -1,1 +1,0 @@
-"""Measures what the scorers of `compressed` cost in quality, and plots it."""

@@ -1,1 +1,0 @@
-"""Compares how fast tokens are decoded under several cache strategies."""

@@ -1,1 +1,0 @@
-"""Measures structured output: compiling grammars, masks, and what they cost a batch."""

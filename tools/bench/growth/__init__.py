@@ -1,1 +1,0 @@
-"""Measures how the costs of the engine grow with load."""
