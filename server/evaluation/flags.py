@@ -13,9 +13,9 @@ from exact caching: perplexity, share of tokens with the same top-1 token, KL di
 their distance in the text."""
 
 EPILOG = """\
-Records are generated texts in plain English that state facts and later ask for them; their names do not occur in the
-embedded model's training, and other models can answer, too. Running text is stories of the same generator, or a file
-of yours (--text).
+Records are texts in plain English that state facts and later ask for them; their names do not occur in the embedded
+model's training, and other models can answer, too. Running text is stories in the same words, or a file of yours
+(--text). Records and stories come with kvmux.
 
 examples:
   kvmux evaluate
@@ -57,7 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--text",
         type=Path,
         metavar="FILE",
-        help="file with running text, read from its start (default: generated stories)",
+        help="file with running text, read from its start (default: stories)",
     )
     add(
         "--length",
@@ -70,13 +70,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--texts",
         type=_parse_positive,
         metavar="N",
-        help=f"number of documents of running text (default: {EvaluateOptions.texts})",
+        help=f"most documents of running text (default: {EvaluateOptions.texts}); stories fill 24 of 2,048 tokens",
     )
     add(
         "--records",
         type=_parse_positive,
         metavar="N",
-        help=f"number of documents with answers to recall (default: {EvaluateOptions.records})",
+        help=f"most documents with answers to recall (default: {EvaluateOptions.records}); there are 56",
     )
     add(
         "--question-at",
@@ -96,7 +96,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a document to compute in one step; 1 is as in decoding (default and maximum: as many as fit)",
     )
-    add("--seed", type=_parse_text, metavar="TEXT", help="seed of the generated documents")
+    add("--seed", type=_parse_text, metavar="TEXT", help="draw another order of stories and records by this seed")
     add("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
     add("--plot", type=Path, metavar="FILE", help="plot the results to this .png, .svg or .pdf; needs kvmux[evaluate]")
 

@@ -16,9 +16,8 @@ from gguf import GGMLQuantizationType, GGUFReader
 
 from kernels import backends as loading
 from kernels.device import KernelsMissing
-from kernels.ops import Ops
+from kernels.ops import DTYPES, Ops
 from kernels.reference.backend import ReferenceOps
-from kernels.selfcheck.op_info import DTYPES
 from server.cli import doctor as doctoring
 from server.cli.main import main
 from tests.models.gguf_files import gguf_model, write_gguf
