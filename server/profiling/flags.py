@@ -11,19 +11,17 @@ from config.quantities import parse_duration_flag
 
 DESCRIPTION = """\
 Shows where the time of a step goes, and how near it comes to the limits of this machine: each operation of the kernels,
-the model's other work, sampling, scheduling, laying out the batch; then what the socket adds, with the engine in a
-process of its own, and what HTTP adds, behind a server. Decoding is compared with the bytes that must be read at the
-memory's bandwidth, prefill with its matrix products at the speed of large ones; both are measured in the same run."""
+the model's other work, sampling, scheduling, laying out the batch. Decoding is compared with the bytes that must be
+read at the memory's bandwidth, prefill with its matrix products at the speed of large ones; both are measured in the
+same run. `kvmux bench` measures what clients of a server see."""
 
 EPILOG = """\
-Figures of steps are means over the fastest fifth, which other processes disturbed least; those at the socket and over
-HTTP are medians. What the socket and HTTP add is a difference of two runs: on a busy machine it may be negative or far
-too large, and means nothing.
+Figures are means over the fastest fifth of the steps, which other processes disturbed least.
 
 examples:
   kvmux profile
   kvmux profile --model models/my-model --weights int8 --sequences 1 32 --context 2048
-  kvmux profile --engine-only --json profile.json
+  kvmux profile --json profile.json
   KVMUX_ADMIN_TOKEN=... kvmux profile --url http://127.0.0.1:8000 --steps 50 --trace trace.json
 """
 
@@ -37,7 +35,6 @@ class ProfileOptions:
     prefill: int | None = None
     steps: int = 40
     kv_cache: str = "paged"
-    engine_only: bool = False
     json: Path | None = None
     url: str | None = None  # URL of a running server, whose steps are to be recorded
     seconds: float | None = None
@@ -73,11 +70,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"number of steps to measure or record (default: {ProfileOptions.steps})",
     )
     add("--kv-cache", metavar="NAME", help=f"cache strategy of all sequences (default: {ProfileOptions.kv_cache})")
-    add(
-        "--engine-only",
-        action="store_true",
-        help="do not measure at the socket and over HTTP, for which the model is loaded again",
-    )
     add("--json", type=Path, metavar="FILE", help="write the figures to this file as JSON")
     _add_flags_of_recordings(parser.add_argument_group("profile of a running server").add_argument)
 
