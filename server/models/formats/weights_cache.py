@@ -60,16 +60,18 @@ class CachedWeights:
     def __init__(self, folder: Path) -> None:
         """Open a folder of the cache. Raises ModelError if its files cannot be read."""
         self._tensors = Safetensors(folder, torch.float32, torch.device("cpu"))
+        self._is_readable = True  # until another server deletes the folder
         log.info("reading quantized weights from %s", folder)
 
     def get(self, name: str) -> BlockTensor | None:
-        """Return a matrix by name; None if there is none, or if another server has deleted the folder meanwhile."""
+        """Return a matrix by name; None if there is none, or if the folder cannot be read any more, which is logged."""
         for format in QUANTIZERS:
-            if (blocks := f"{name}.{format}") in self._tensors:
+            if self._is_readable and (blocks := f"{name}.{format}") in self._tensors:
                 try:
                     return BlockTensor(self._tensors.read_tensor(blocks), FORMATS[format])
                 except ModelError as error:
-                    log.warning("a cached matrix is quantized again: %s", error)
+                    self._is_readable = False
+                    log.warning("the cached quantized weights are gone; quantizing the weights again: %s", error)
         return None
 
 
