@@ -13,12 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import get_args
 
-from server.profiling.running import RunError, sigterm_as_ctrl_c
 from tools.bench.table.documents import BENCHMARKS, TABLES, update_performance_doc, update_section
 from tools.bench.table.goals import ROWS, Group
 from tools.bench.table.models import SHAPES, cache_folder
 from tools.bench.table.report import BenchmarkReport, as_json, as_text
 from tools.bench.table.runs import RunOptions, measure_rows
+from tools.server_process import RunError, sigterm_as_ctrl_c
 from tools.status_line import status_line
 
 DESCRIPTION = """\

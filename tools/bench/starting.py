@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from server.profiling.running import RunError, RunningServer, run_server, sigterm_as_ctrl_c
 from server.text.processes.text_process import MODULE
 from tools.bench.streaming import MeasuredServer, get_model_name, is_engine, run_streams
+from tools.server_process import RunError, RunningServer, run_server, sigterm_as_ctrl_c
 
 SAMPLE = 0.1  # seconds between two measurements of memory
 FIRST_ID, IDS = 10, 256  # the first and the number of the token ids in prompts, which every model has

@@ -23,7 +23,7 @@ import httpx
 import psutil
 from starlette.types import Receive, Scope, Send
 
-from server.profiling.running import RunError, RunningServer, run_server, sigterm_as_ctrl_c, start_process
+from tools.server_process import RunError, RunningServer, run_server, sigterm_as_ctrl_c, start_process
 
 ENGINE_LIBRARY = "libtorch_cpu"  # a library that only the engine's process loads
 LISTEN_PATTERN = re.compile(r"running on (http://\S+)")

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import httpx
 
-from server.profiling.running import RunError, sigterm_as_ctrl_c
 from server.version import get_version
 from tools.bench.table.documents import update_section
 from tools.bench.table.models import peers_folder
 from tools.peers.installer import Installer, InstallError, parse_folder
 from tools.peers.llama_cpp import INSTALLED_VERSION, LLAMA_CPP, LLAMA_CPP_VERSION, install_llama_cpp
+from tools.server_process import RunError, sigterm_as_ctrl_c
 from tools.status_line import status_line
 from tools.validation.files import DTYPES, FileValidation, ValidationOptions
 from tools.validation.kvmux import list_strategies

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from server.profiling.running import RunError, start_process
 from tools.peers.llama_cpp import find_program
+from tools.server_process import RunError, start_process
 from tools.validation.predictions import Predictions
 
 PROGRAM = "llama-perplexity"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from server.profiling.running import RunError
 from tools.peers.llama_cpp import find_program
+from tools.server_process import RunError
 from tools.validation.native import NativeLlamaCpp, read_predictions
 from tools.validation.predictions import Agreement, GreedyAgreement, GreedyText, Predictions, count_equal
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from server.profiling.running import RunError, sigterm_as_ctrl_c
 from tools.bench.peers.gguf_files import OUR_KV_MIB, measure_files
 from tools.bench.peers.gguf_files import as_text as files_as_text
 from tools.bench.peers.measure import measure_decoding, measure_servers
@@ -23,6 +22,7 @@ from tools.bench.table.models import QWEN, cache_folder, make_model, peers_folde
 from tools.peers.installer import Installer, InstallError, parse_folder
 from tools.peers.programs import ServerProgram
 from tools.real_models import REAL_MODELS
+from tools.server_process import RunError, sigterm_as_ctrl_c
 from tools.status_line import status_line
 
 DESCRIPTION = """\

@@ -21,10 +21,10 @@ from server.models.formats.gguf_file import GGUFHeader, read_header
 from server.models.formats.gguf_weights import compute_nbytes
 from server.profiling.background_load import BUSY_THRESHOLD, Neighbours
 from server.profiling.machine import measure_bandwidth
-from server.profiling.running import run_bench
 from tools.bench.table.report import DISTURBED_MARK, format_number, read_processor_name
 from tools.compare_checkouts import compute_interval
 from tools.peers.programs import ServerNeeds, ServerProgram, StartedServer, list_family, run_program
+from tools.server_process import run_bench
 
 OURS, THEIRS = "kvmux", "llama.cpp"
 TIMEOUT = 900.0  # seconds that a workload may take

@@ -24,7 +24,6 @@ import httpx
 import psutil
 
 from server.models.formats.gguf_file import read_header
-from server.profiling.running import RunError, run_bench, sigterm_as_ctrl_c
 from tools.bench.peers.gguf_files import MIB, OURS, TIMEOUT, WORKLOADS, make_flags, measure_memory
 from tools.bench.peers.servers import prepare_kvmux
 from tools.bench.table.documents import update_section
@@ -33,6 +32,7 @@ from tools.bench.table.report import read_processor_name
 from tools.peers.installer import Installer, InstallError, parse_folder
 from tools.peers.llama_cpp import INSTALLED_VERSION, LLAMA_CPP, LLAMA_CPP_VERSION, find_program, install_llama_cpp
 from tools.peers.programs import ServerNeeds, StartedServer, run_program
+from tools.server_process import RunError, run_bench, sigterm_as_ctrl_c
 from tools.status_line import status_line
 from tools.validation.files import tokenize
 from tools.validation.gguf_files import write_float32

@@ -14,12 +14,12 @@ from random import SystemRandom
 from typing import TypeVar
 
 from server.profiling.background_load import Neighbours
-from server.profiling.running import RunError
 from tools.bench.peers.workloads import adapt_row, compute_needs, group_workloads, list_rows, run_workload
 from tools.bench.table.goals import BenchmarkRow, Measure
 from tools.bench.table.limits import compute_limit
 from tools.bench.table.runs import WorkloadRun, compute_value, measure_speeds
 from tools.peers.programs import ServerProgram, StartedServer, run_program
+from tools.server_process import RunError
 
 DECODING: frozenset[Measure] = frozenset({"decode", "step"})  # measures that do not depend on computing prompts
 Item = TypeVar("Item")

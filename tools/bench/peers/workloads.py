@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from loadtest.bench.workloads import NAMED_WORKLOADS
-from server.profiling.running import RunError, run_bench
 from tools.bench.table.goals import DEFAULT_STRATEGY, ROWS, BenchmarkRow, Measure
 from tools.bench.table.models import QWEN
 from tools.bench.table.runs import Results
 from tools.peers.programs import ServerNeeds
+from tools.server_process import RunError, run_bench
 
 WORKLOADS = ("a", "b", "c8", "c16", "e1", "e8", "e16", "f", "g")
 DEFAULT_WORKLOADS = ("a", "b", "c8", "e8", "e16", "f")

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import httpx
 
 from server.listening import listen
-from server.profiling.running import RunError, start_process
 from tools.bench.replicas.stream import TIMEOUT
+from tools.server_process import RunError, start_process
 
 START_TIMEOUT = 120.0  # seconds that a server or a cluster may take to become ready
 SETTLE = 3.0  # seconds between two rounds, in which replicas report and routers forget

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from server.profiling.running import RunError
+from tools.server_process import RunError
 
 TIMEOUT = 120.0  # seconds that a request may take
 

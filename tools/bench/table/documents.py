@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from server.profiling.running import run_module
 from tools.bench.table.models import LLAMA, QWEN, make_model
+from tools.server_process import run_module
 
 BENCHMARKS, PERFORMANCE, PICTURE = "benchmarks.md", "performance.md", "img/growth.png"
 TABLES = "make bench"

@@ -19,11 +19,11 @@ import torch
 from server.engine.device import choose_threads
 from server.profiling.background_load import BUSY_THRESHOLD, Neighbours
 from server.profiling.machine import measure_bandwidth, measure_matmul_flops
-from server.profiling.running import RunningServer, run_bench, run_module, run_server
 from tools.bench.table.goals import DEFAULT_STRATEGY, LOWER_IS_BETTER, MIXED, TRANSFORMERS, BenchmarkRow
 from tools.bench.table.limits import GIB, Speeds, compute_limit
 from tools.bench.table.long_contexts import SETTINGS_FILE
 from tools.bench.table.models import make_model
+from tools.server_process import RunningServer, run_bench, run_module, run_server
 
 Results = Sequence[Mapping[str, Any]]  # the JSON output of `kvmux bench`
 KV_BYTES = 512 << 20  # bytes of KV memory
