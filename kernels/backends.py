@@ -14,11 +14,9 @@ from kernels.cpu import library as cpu
 from kernels.cpu.instruction_sets import INSTRUCTION_SETS
 from kernels.device import Device, KernelsMissing, get_device
 from kernels.metal import runtime as metal
-from kernels.ops import Ops
+from kernels.ops import DTYPES, OP_NAMES, Ops
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.check import Verdict, check_ops, replace_faulty
-from kernels.selfcheck.op_db import OP_NAMES, OPS
-from kernels.selfcheck.op_info import DTYPES
 
 log = logging.getLogger(__name__)
 REFERENCE = "reference"
@@ -70,7 +68,7 @@ class CheckedOps(NamedTuple):
     @property
     def backend_by_op(self) -> dict[str, str]:
         """For each operation's name, the name of the backend that computes it."""
-        faulty = {op.name for op in OPS if op.full_name in self.faulty_ops}
+        faulty = {full_name.partition(".")[0] for full_name in self.faulty_ops}
         return {name: REFERENCE if name in faulty else self.backend for name in OP_NAMES}
 
     @property

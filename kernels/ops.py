@@ -399,3 +399,12 @@ class Ops(Protocol):
         have the same bits as the single operations called one by one.
         """
         ...
+
+
+# ---------------------------------------------------------------- their names
+# Members of Ops that describe a backend, or prepare or check arguments; the others are operations.
+NO_OPERATIONS = ("batch_invariant_head_dim", "block_formats", "prepare", "pack", "pack_layers", "check_slots")
+OP_NAMES = tuple(name for name in vars(Ops) if not name.startswith("_") and name not in NO_OPERATIONS)
+FORWARD_LAYERS = "forward_layers"
+SINGLE_OPS = tuple(name for name in OP_NAMES if name != FORWARD_LAYERS)  # of which forward_layers consists
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of activations, keys and values

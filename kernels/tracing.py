@@ -8,7 +8,6 @@ recorder, an operation costs one more Python call, and a part of a step 200 ns.
 from __future__ import annotations
 
 from abc import ABC
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from time import perf_counter
@@ -18,13 +17,10 @@ import torch
 from torch import Tensor
 
 from kernels.composite import CompositeOps
-from kernels.ops import Attention, DecoderLayers, Ops
-from kernels.selfcheck.layer_ops import FORWARD_LAYERS
-from kernels.selfcheck.op_db import OP_NAMES, OPS
+from kernels.ops import SINGLE_OPS, Attention, DecoderLayers, Ops
 
 NULL_CONTEXT: AbstractContextManager[object] = nullcontext()
 SYNCHRONIZE: dict[str, Callable[[], None]] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
-COUNT_BYTES: Mapping[str, Callable[..., int]] = {op.name: op.count_bytes for op in OPS}
 
 R = TypeVar("R", bound="Recorder")
 
@@ -118,7 +114,7 @@ class OpTimer(Recorder):
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._synchronize = get_synchronize(device)
-        self.seconds = {name: 0.0 for name in OP_NAMES if name != FORWARD_LAYERS.name}
+        self.seconds = dict.fromkeys(SINGLE_OPS, 0.0)
 
     @contextmanager
     def op(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -132,21 +128,6 @@ class OpTimer(Recorder):
 
     def add_seconds(self, name: str, seconds: float) -> None:
         self.seconds[name] += seconds
-
-
-class OpCounter(Recorder):
-    """Counts the calls of each operation, and the bytes that they must move according to kernels/selfcheck/op_db.py."""
-
-    needs_every_op = True
-
-    def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-
-    def op(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
-        self.calls[name] += 1
-        self.bytes[name] += COUNT_BYTES[name](*args, **kwargs)
-        return NULL_CONTEXT
 
 
 # ---------------------------------------------------------------- operations that report themselves
@@ -164,9 +145,8 @@ class _TracedOps:
     def __init__(self, ops: Ops, tracer: Tracer) -> None:
         self._ops = ops
         self._tracer = tracer
-        for name in OP_NAMES:
-            if name != FORWARD_LAYERS.name:
-                setattr(self, name, _report_calls(name, getattr(ops, name), tracer))
+        for name in SINGLE_OPS:
+            setattr(self, name, _report_calls(name, getattr(ops, name), tracer))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)

@@ -115,7 +115,7 @@ def _draw_tokens(random: Random, tokens: int) -> list[int]:
 
 
 def format_line(request: TracedRequest) -> str:
-    """Return a request as a line of JSON, for `cache_strategies.eviction.replay` and `kvmux bench --trace`."""
+    """Return a request as a line of JSON, for `kvmux bench --trace`."""
     return json.dumps(request._asdict(), separators=(",", ":"))
 
 

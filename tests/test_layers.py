@@ -179,6 +179,16 @@ def test_kernels_know_no_owners_of_memory() -> None:
             assert not words & {"evict", "eviction", "evicted"}, name
 
 
+def test_kernels_that_serve_import_neither_the_tables_of_the_selfcheck_nor_the_emulator() -> None:
+    """Only the loader calls the self-check; operations are named in `kernels.ops`."""
+    others = ("kernels.selfcheck", "metal_emulator")
+    for name, file in modules().items():
+        if top(name) == "kernels" and not name.startswith("kernels.selfcheck"):
+            found = {m for m in imports(file, typing_only=True) if m.startswith(others)}
+            checks = {m for m in found if name == "kernels.backends" and m.startswith("kernels.selfcheck.check")}
+            assert not found - checks, name
+
+
 def test_no_modules_import_each_other() -> None:
     """Directly or in a circle, under TYPE_CHECKING too."""
     known = modules()
@@ -285,15 +295,9 @@ def test_the_process_that_tokenizes_reaches_neither_http_nor_settings() -> None:
 def test_only_reference_and_loader_are_imported_as_kernels_by_others() -> None:
     """Operations are called through the `Ops` a component was given, not by importing a backend.
 
-    The engine gives them; outside the server whoever builds a strategy alone does, and the replay of traces. The doctor
-    looks at all of them.
+    The engine gives them; outside the server whoever builds a strategy alone does. The doctor looks at all of them.
     """
-    giving = {
-        "server.engine.build",
-        "server.cli.doctor",
-        "cache_strategies.adapters.standalone",
-        "cache_strategies.eviction.replay",
-    }
+    giving = {"server.engine.build", "server.cli.doctor", "cache_strategies.adapters.standalone"}
     for name, file in modules().items():
         if top(name) in ("cache_strategies", "server") and name not in giving:
             assert not {m for m in imports(file) if m.startswith(("kernels.reference", "kernels.backends"))}, name

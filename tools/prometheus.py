@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from server.profiling.running import RunError
+from tools.server_process import RunError
 
 UNPACKED = Path(__file__).parent.parent / ".tools" / "usr" / "bin"
 TIMEOUT = 30.0  # seconds for what takes one on an idle machine

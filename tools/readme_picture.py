@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from server.profiling.running import TERMINATE_TIMEOUT, run_server
+from tools.server_process import TERMINATE_TIMEOUT, run_server
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "guide" / "img" / "example.svg"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels.composite import CompositeOps
-from kernels.ops import Attention, DecoderLayers, Ops
+from kernels.ops import SINGLE_OPS, Attention, DecoderLayers, Ops
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
-from kernels.selfcheck.op_db import OP_NAMES, OPS
+from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import OpInfo
 
 
@@ -54,7 +54,7 @@ class _MixedOps:
         self.check_slots = ops.check_slots
         self.pack = (reference if "linear" in broken else ops).pack
         self.pack_layers = reference.pack_layers
-        for name in {*OP_NAMES} - {FORWARD_LAYERS.name}:
+        for name in SINGLE_OPS:
             setattr(self, name, getattr(reference if name in broken else ops, name))
 
     def forward_layers(self, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:

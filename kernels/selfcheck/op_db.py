@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from inspect import signature
 
-from kernels.ops import Ops
+from kernels.ops import DTYPES, Ops
 from kernels.selfcheck.cache_ops import CACHE_OPS
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS, LAYER_OPS
-from kernels.selfcheck.op_info import DTYPES, OpInfo
+from kernels.selfcheck.op_info import OpInfo
 
 OPS: tuple[OpInfo, ...] = (
     *LAYER_OPS,
     *CACHE_OPS,
     FORWARD_LAYERS,
-)  # forward_layers, composed of the others, comes last
-# The methods of Ops that are in the table; several rows may describe one of them.
-OP_NAMES = tuple(dict.fromkeys(op.name for op in OPS))
+)  # forward_layers, composed of the others, comes last; several rows may describe one operation
 
 
 # -------------------------------------------------------------------- docs/internals/kernels.md

@@ -23,7 +23,6 @@ SUMS: Tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-
 ATTENTION: Tolerance = {**ROUNDING, torch.float32: 1e-5}
 INT8_INPUTS: Tolerance = dict.fromkeys(ROUNDING, 2e-2)  # errors of products before which x is quantized to 8 bits
 EXACT: Tolerance = dict.fromkeys(ROUNDING, 0.0)
-DTYPES = tuple(ROUNDING)  # dtypes of activations, keys and values that are checked
 
 
 class OpInfo(NamedTuple):

@@ -22,9 +22,9 @@ from rich.table import Table
 
 from kernels.backends import Backend, list_backends
 from kernels.cpu.instruction_sets import usable_instruction_sets
+from kernels.ops import DTYPES
 from kernels.selfcheck.check import Verdict, check_ops
 from kernels.selfcheck.op_db import OPS
-from kernels.selfcheck.op_info import DTYPES
 from kernels.tracing import OpTimer, Tracer, trace_ops
 from server.cli.standard_streams import print_safely
 from server.engine.device import CORES, choose_device

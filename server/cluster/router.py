@@ -17,29 +17,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import eq
-from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from config.block_hashes import NAME_TYPE
 
-# Costs are in prompt tokens: a cost of 100 is as bad as waiting until 100 tokens of other prompts are computed.
-# The first two were found by simulation (tests/cluster/simulation.py): with a larger UNCACHED_WEIGHT replicas are less
-# equally loaded, with larger DECODE_TOKENS more prompts are computed again.
-UNCACHED_WEIGHT = 2.0  # cost of a token that has to be computed: it takes time, and the place of a cached one
-DECODE_TOKENS = 48  # cost of a running request, which slows others down while it generates
-PRESSURE_TOKENS = 512  # cost of taking all memory that an instance has left
-MAX_PRESSURE = 4.0  # most times this cost, however much memory a request needs
+# What a request costs at a replica, in prompt tokens: UNCACHED_WEIGHT times those that the replica has to compute, plus
+# those that wait there and DECODE_TOKENS for each of its requests. A cost of 100 is as bad as waiting until 100 tokens
+# of other prompts are computed. With a larger UNCACHED_WEIGHT replicas are less equally loaded, with larger
+# DECODE_TOKENS more prompts are computed again (tests/cluster/simulation.py).
+UNCACHED_WEIGHT = 2  # a token that has to be computed takes time, and the place of a cached one
+DECODE_TOKENS = 48  # a running request slows others down while it generates
+EQUAL_TOKENS = 192  # replicas whose costs differ by fewer tokens are equally good
 # A replica that computes a long prompt reports late; one that hangs does not report at all
 SILENT_AFTER = 3.0  # seconds by which a replica's report may be older than the newest one of another
 SILENCE_TOKENS = 256  # cost of each further second
-EQUAL_TOKENS = 192  # replicas whose costs differ by fewer tokens are equally good
-EQUAL_LOAD = 2 * DECODE_TOKENS  # of those, loads that differ by fewer tokens are about equal
-# A replica that has got s requests more than the mean m of all lately costs SURPLUS_TOKENS * s² / m. Without it,
-# tenants that were dealt unequally at first stay so while no replica is busy; with more, more prompts are computed
-# again (by simulation, too)
-SURPLUS_TOKENS = 160
-MAX_SURPLUS = 800  # most cost of it: while replicas are idle, a prompt with 400 cached tokens stays where it is
-RECENT_SECONDS = 20.0  # for which a request counts as got lately
 GRACE = 3.0  # seconds after a request's end in which its prompt counts as cached though no statistics say so yet
 
 Reason = Literal["asked for", "only one", "cached", "conversation", "least loaded", "two choices"]
@@ -108,7 +99,6 @@ class ReplicaState:
     sent: dict[str, SentRequest] = field(default_factory=dict)  # by request id: those that have not ended
     # Requests that have ended in the last GRACE seconds, with their times of ending
     ended: deque[tuple[float, SentRequest]] = field(default_factory=deque)
-    sent_times: deque[float] = field(default_factory=deque)  # of the requests of the last RECENT_SECONDS
 
     def update(self, statistics: Mapping[str, Any], now: float) -> None:
         """Replace the replica's statistics by newer ones; statistics that are the same as before have no effect."""
@@ -149,22 +139,11 @@ class ReplicaState:
         state = self.find_instance(hint)
         return bool(hint.names) and (state is None or hint.names[-1] not in state.names)
 
-    def count_recent_requests(self, now: float) -> int:
-        """Return the number of requests that were sent here in the last RECENT_SECONDS."""
-        while self.sent_times and self.sent_times[0] < now - RECENT_SECONDS:
-            self.sent_times.popleft()
-        return len(self.sent_times)
-
     def _list_recent(self, now: float) -> Iterable[SentRequest]:
         while self.ended and self.ended[0][0] < now - GRACE:
             self.ended.popleft()
         yield from self.sent.values()
         yield from (each for _, each in self.ended)
-
-    def estimate_cost(self, hint: Hint, cached_tokens: int) -> float:
-        """Return the cost of a request itself here, in prompt tokens: its computation and its memory."""
-        uncached = hint.num_tokens - cached_tokens
-        return UNCACHED_WEIGHT * uncached + self._estimate_pressure(hint, cached_tokens)
 
     def estimate_load(self) -> int:
         """Return the work that a new request waits for, in prompt tokens."""
@@ -173,13 +152,11 @@ class ReplicaState:
         running = max(self.num_requests + len(since), len(self.sent))
         return queued + DECODE_TOKENS * running + int(SILENCE_TOKENS * self.silence)
 
-    def _estimate_pressure(self, hint: Hint, cached_tokens: int) -> float:
-        """Return the cost of the memory that a request takes from others of its instance, in prompt tokens."""
+    def has_room(self, hint: Hint, cached_tokens: int) -> bool:
+        """Return whether a request's instance has memory for it here, as far as the replica has reported."""
         state = self.find_instance(hint)
-        if state is None or not state.bytes_per_token:
-            return 0.0
-        needed = state.bytes_per_token * (hint.num_tokens + hint.max_tokens - cached_tokens)
-        return PRESSURE_TOKENS * min(MAX_PRESSURE, needed / max(1, state.free_bytes))
+        num_tokens = hint.num_tokens + hint.max_tokens - cached_tokens
+        return state is None or num_tokens * state.bytes_per_token <= state.free_bytes
 
 
 def _count_common(one: Hint, other: Hint) -> int:
@@ -261,27 +238,21 @@ class RoutingPolicy:
         return Decision([own.id, *(each.id for each in ordered if each is not own)], "conversation")
 
     def _choose_cheapest(self, hint: Hint, replicas: Sequence[ReplicaState]) -> Decision:
-        """Return the replicas in the order of the request's cost there."""
+        """Return the replicas in the order of the request's cost there; those without memory for it come last."""
         now = self._clock()
         cached = {each.id: each.count_cached_tokens(hint, now) for each in replicas}
         loads = {each.id: each.estimate_load() for each in replicas}
-        recent = {each.id: each.count_recent_requests(now) for each in replicas}
-        mean = fmean(recent.values())
-        costs = {
-            each.id: each.estimate_cost(hint, cached[each.id])
-            + loads[each.id]
-            + _estimate_surplus(recent[each.id], mean)
-            for each in replicas
-        }
+        costs = {id: UNCACHED_WEIGHT * (hint.num_tokens - cached[id]) + load for id, load in loads.items()}
         limit = min(costs.values()) + EQUAL_TOKENS
-        # Among equally good replicas those with less work come first, then those with fewer blocks in their caches;
-        # among equally full ones the prompt's first block chooses, so that several routers choose the same replica
+        # Among equally good replicas those with more of the prompt come first, then those with less work, then those
+        # with fewer blocks in their caches; else the prompt's first block chooses, so that several routers choose alike
         first_name = str(hint.names[0]) if hint.names else str(self._random.random())
         keys = {
             each.id: (
+                not each.has_room(hint, cached[each.id]),
                 max(costs[each.id], limit),
                 -cached[each.id],
-                loads[each.id] // EQUAL_LOAD,
+                loads[each.id],
                 each.count_blocks(now),
                 -_rank(first_name, each.id),
             )
@@ -303,19 +274,12 @@ class RoutingPolicy:
         now = self._clock()
         uncached = hint.num_tokens - known.count_cached_tokens(hint, now)
         known.sent[request_id] = SentRequest(hint, uncached, now)
-        known.sent_times.append(now)
 
     def record_ended(self, request_id: str, replica: str) -> None:
         """Remember that a request has ended."""
         known = self._replicas.get(replica)
         if known is not None and (sent := known.sent.pop(request_id, None)) is not None:
             known.ended.append((self._clock(), sent))
-
-
-def _estimate_surplus(num_requests: int, mean: float) -> float:
-    """Return the cost of having got more requests lately than the mean of all replicas, in prompt tokens."""
-    surplus = max(0.0, num_requests - mean)
-    return min(MAX_SURPLUS, SURPLUS_TOKENS * surplus**2 / max(1.0, mean))
 
 
 def _filter_able(hint: Hint | None, replicas: list[ReplicaState]) -> list[ReplicaState]:

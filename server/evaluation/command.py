@@ -23,7 +23,6 @@ from server.engine.core import Core
 from server.engine.instance import Instance
 from server.evaluation import documents
 from server.evaluation.compare import Fidelity, compare
-from server.evaluation.corpus.packing import EVALUATION_SEED
 from server.evaluation.documents import Document
 from server.evaluation.flags import EvaluateOptions
 from server.evaluation.plot import check_plot, save_plot
@@ -272,7 +271,7 @@ def read_documents(engine: Engine, options: EvaluateOptions) -> tuple[list[Docum
     tokenizer = Tokenizer.from_directory(engine.model_dir).backend
     info = engine.core.model.info
     marks = documents.find_special_tokens(tokenizer, info.eos_ids, info.vocab_size)
-    length, seed = options.length or engine.max_seq_len, options.seed or EVALUATION_SEED
+    length, seed = options.length or engine.max_seq_len, options.seed
     if options.text:
         text = documents.read_text_file(tokenizer, marks, length, options.texts, options.text)
     else:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
 from config.errors import SettingsError
-from server.evaluation.corpus.packing import RECORDS, STORIES, MarkedAnswer, Mix, SpecialTokens, pack
-from server.evaluation.corpus.words import HELD_OUT, HELD_OUT_NAMES, TRAIN, Lexicon
+from server.evaluation.pieces import (
+    EncodedText,
+    MarkedAnswer,
+    PieceKind,
+    SpecialTokens,
+    TextPiece,
+    begin_document,
+    encode_pieces,
+)
+from server.evaluation.texts import Text, TextKind, read_texts
 
 MIN_QUESTION_DISTANCE = 64  # tokens; a nearer fact would be among the latest tokens, which most strategies keep
 MAX_TOKEN_LENGTH = 16  # characters to read from a file for each token needed: more than most tokens have
@@ -24,52 +33,118 @@ class Document(NamedTuple):
     answers: Sequence[MarkedAnswer] = ()
 
 
-def make_stories(tokenizer: Tokenizer, marks: SpecialTokens, length: int, count: int, seed: str) -> list[Document]:
-    """Return `count` documents of up to `length` tokens of stories that the embedded model was not trained on."""
-    return _make_documents(tokenizer, marks, length, count, STORIES, TRAIN, seed)
+def make_stories(
+    tokenizer: Tokenizer, marks: SpecialTokens, length: int, count: int, seed: str | None = None
+) -> list[Document]:
+    """Return up to `count` documents of `length` tokens of stories that the embedded model was not trained on.
+
+    `seed` draws an order of the texts; None: that of the file. Raises SettingsError if there are too few for one.
+    """
+    stories = (encode_pieces(tokenizer, text, marks) for text in _order_texts(TextKind.STORY, seed))
+    return _fill_documents(stories, marks, length, count)
 
 
 def make_records(
-    tokenizer: Tokenizer, marks: SpecialTokens, length: int, count: int, seed: str, *, new_phrasings: bool = False
+    tokenizer: Tokenizer,
+    marks: SpecialTokens,
+    length: int,
+    count: int,
+    seed: str | None = None,
+    *,
+    new_phrasings: bool = False,
 ) -> list[Document]:
-    """Return `count` documents that state facts and later ask for them ("who keeps what where").
+    """Return up to `count` documents that state facts and later ask for them ("who keeps what where").
 
     The names of people and things do not occur in the embedded model's training; with `new_phrasings`, neither do the
-    sentences.
+    sentences. In documents that are longer than the records, stories stand between a record's paragraphs. `seed` draws
+    an order of the records, as in `make_stories`.
     """
-    return _make_documents(
-        tokenizer, marks, length, count, RECORDS, HELD_OUT if new_phrasings else HELD_OUT_NAMES, seed
-    )
+    texts = _order_records(seed, new_phrasings)
+    return _fill_documents((_encode_record(tokenizer, text, marks, length) for text in texts), marks, length, count)
 
 
 def make_questions(
-    tokenizer: Tokenizer, marks: SpecialTokens, position: int, count: int, seed: str, *, new_phrasings: bool = False
+    tokenizer: Tokenizer,
+    marks: SpecialTokens,
+    position: int,
+    count: int,
+    seed: str | None = None,
+    *,
+    new_phrasings: bool = False,
 ) -> list[Document]:
-    """Return `count` records that end with one question and its answer; the question's last token is at `position`.
+    """Return up to `count` records that end with a question and its answer; its last token is at `position`.
 
     They are parts of longer records, and some state the fact again instead of asking for it. The fact is stated within
     the document, more than MIN_QUESTION_DISTANCE tokens before the answer.
     """
     begin, at = list(marks.begin_ids), position + 1  # where the answer begins
     found: list[Document] = []
-    for number in itertools.count():  # a record has some dozens of questions
-        (record,) = make_records(tokenizer, marks, 2 * position, 1, f"{seed} {number}", new_phrasings=new_phrasings)
+    for text in _order_records(seed, new_phrasings):
+        record = _encode_record(tokenizer, text, marks, 2 * position)
         for start, stop, distance in record.answers:
             first = start - at + len(begin)
-            if first < len(begin) or not MIN_QUESTION_DISTANCE < distance <= start - first:
+            if first < 0 or not MIN_QUESTION_DISTANCE < distance <= start - first:
                 continue
             answer = MarkedAnswer(at, at + stop - start, distance)
             found.append(Document([*begin, *record.ids[first:stop]], [answer]))
             if len(found) == count:
                 return found
-    raise AssertionError("the numbers have no end")
+    if not found:
+        raise SettingsError(f"--question-at: no record has a question after {position:,} tokens; ask for a nearer one")
+    return found
 
 
-def _make_documents(
-    tokenizer: Tokenizer, marks: SpecialTokens, length: int, count: int, mix: Mix, lexicon: Lexicon, seed: str
-) -> list[Document]:
-    rows = pack(tokenizer, seed, length, count, mix, lexicon, marks)
-    return [Document(ids.tolist(), answers) for ids, answers in zip(rows.ids, rows.answers, strict=True)]
+def _order_records(seed: str | None, new_phrasings: bool) -> Sequence[Text]:
+    return _order_texts(TextKind.NEW_PHRASINGS if new_phrasings else TextKind.RECORD, seed)
+
+
+def _order_texts(kind: TextKind, seed: str | None) -> Sequence[Text]:
+    texts = read_texts(kind)
+    return texts if seed is None else Random(seed).sample(texts, len(texts))
+
+
+def _encode_record(tokenizer: Tokenizer, record: Text, marks: SpecialTokens, length: int) -> EncodedText:
+    """Encode a record; if it has fewer than `length` tokens, insert stories, so that facts are asked from afar."""
+    encoded = encode_pieces(tokenizer, record, marks)
+    missing = length + 1 - len(marks.begin_ids) - len(encoded.ids)
+    if missing <= 0:
+        return encoded
+    characters = sum(len(piece.text) for piece in record)
+    lengthened = _insert_stories(record, missing * characters // len(encoded.ids))
+    return encode_pieces(tokenizer, lengthened, marks)
+
+
+def _insert_stories(record: Text, characters: int) -> Text:
+    """Insert stories of so many characters altogether, distributed over the ends of the record's paragraphs."""
+    ends = [place for place, piece in enumerate(record) if piece.kind is PieceKind.END or piece.text.endswith("\n\n")]
+    inserted: dict[int, list[TextPiece]] = {end: [] for end in ends}
+    for end, story in zip(cycle(ends), read_texts(TextKind.STORY)):
+        if characters <= 0:
+            break
+        text = "".join(piece.text for piece in story) + "\n\n"
+        inserted[end].append(TextPiece(text))
+        characters -= len(text)
+    return [each for place, piece in enumerate(record) for each in (piece, *inserted.get(place, ()))]
+
+
+def _fill_documents(texts: Iterable[EncodedText], marks: SpecialTokens, length: int, count: int) -> list[Document]:
+    """Return up to `count` documents of `length` tokens and a last target, each beginning with a new text.
+
+    Raises SettingsError if the texts do not fill one.
+    """
+    documents: list[Document] = []
+    document = begin_document(marks)
+    for text in texts:
+        document.extend(text)
+        if len(document.ids) > length:
+            answers = [answer for answer in document.answers if answer.stop <= length + 1]
+            documents.append(Document(document.ids[: length + 1], answers))
+            document = begin_document(marks)
+        if len(documents) == count:
+            break
+    if not documents:
+        raise SettingsError(f"--length: the texts that come with kvmux do not fill {length:,} tokens; ask for fewer")
+    return documents
 
 
 def check_text_file(file: Path) -> None:

@@ -15,9 +15,9 @@ from exact caching: perplexity, share of tokens with the same top-1 token, KL di
 their distance in the text."""
 
 EPILOG = """\
-Records are generated texts in plain English that state facts and later ask for them; their names do not occur in the
-embedded model's training, and other models can answer, too. Running text is stories of the same generator, or a file
-of yours (--text).
+Records are texts in plain English that state facts and later ask for them; their names do not occur in the embedded
+model's training, and other models can answer, too. Running text is stories in the same words, or a file of yours
+(--text). Records and stories come with kvmux.
 
 examples:
   kvmux evaluate
@@ -48,15 +48,15 @@ class EvaluateOptions:
         "compressed:scorer=random,scorer_options.per_head=false",
         action="append",
     )
-    text: Path | None = flag(None, FILE, "file with running text, read from its start (default: generated stories)")
+    text: Path | None = flag(None, FILE, "file with running text, read from its start (default: stories)")
     length: int | None = flag(
         None,
         COUNT,
         "tokens of a document (default: the model's context, at most 2048); more than the context if all "
         "strategies are of kind streaming: the first of them is then what the others are compared with",
     )
-    texts: int = flag(8, COUNT, "number of documents of running text")
-    records: int = flag(24, COUNT, "number of documents with answers to recall")
+    texts: int = flag(8, COUNT, "most documents of running text; stories fill 24 of 2,048 tokens")
+    records: int = flag(24, COUNT, "most documents with answers to recall; there are 56")
     question_at: int | None = flag(
         None,
         COUNT,
@@ -71,6 +71,6 @@ class EvaluateOptions:
         COUNT,
         "tokens of a document to compute in one step; 1 is as in decoding (default and maximum: as many as fit)",
     )
-    seed: str | None = flag(None, _TEXT, "seed of the generated documents")
+    seed: str | None = flag(None, _TEXT, "draw another order of stories and records by this seed")
     json: Path | None = flag(None, FILE, "write the results to this file as JSON")
     plot: Path | None = flag(None, FILE, "plot the results to this .png, .svg or .pdf; needs kvmux[evaluate]")

@@ -14,7 +14,6 @@ from server.models.base import Model
 from server.models.config import ModelConfig, ModelInfo, load_config
 from server.models.decoder import Decoder
 from server.models.errors import ModelError, UnknownModelError
-from server.models.files.added_tokens import warn_tokens_without_rows
 from server.models.files.end_tokens import warn_invalid_eos_ids
 from server.models.formats.gguf_directory import find_gguf_file
 from server.models.formats.mlx_weights import MLXWeights, is_mlx
@@ -31,7 +30,6 @@ def read_model_info(directory: Path, impl: ModelImpl) -> ModelInfo:
     config = _load_lean_config(directory, impl)
     info = read_transformers_info(directory) if config is None else config.info
     warn_invalid_eos_ids(directory, info.vocab_size)
-    warn_tokens_without_rows(directory, info.vocab_size)
     return info
 
 

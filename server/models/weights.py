@@ -20,7 +20,7 @@ from kernels.weights.stored import StoredWeight
 from server.models.config import Dim
 from server.models.config_file import read_json, shorten_repr
 from server.models.errors import ModelError, first_line
-from server.models.formats.mmap import map_bytes, read_bytes
+from server.models.formats.mmap import map_bytes
 
 MAX_NAME_LENGTH = 255  # characters of a file name: the limit of file systems
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -118,12 +118,8 @@ class _TensorInfo(NamedTuple):
 class Safetensors:
     """Implements `Weights` for a directory of safetensors files; tensors are converted to `dtype` on `device`."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, *, mapped: bool = True) -> None:
-        """Read the headers of all files. Tensors are later memory-mapped or, without `mapped`, read into memory.
-
-        Raises ModelError if a file cannot be read.
-        """
-        self._load_bytes = map_bytes if mapped else read_bytes
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Read the headers of all files. Raises ModelError if a file cannot be read."""
         self._directory = directory
         self._dtype = dtype
         self._device = device
@@ -154,7 +150,7 @@ class Safetensors:
         if info.dtype not in SAFETENSORS_DTYPES:
             raise self._unsupported_dtype_error(name)
         dtype = SAFETENSORS_DTYPES[info.dtype]
-        found = self._load_bytes(info.file, info.start, info.size)
+        found = map_bytes(info.file, info.start, info.size)
         if found.data_ptr() % dtype.itemsize:  # not aligned: a mapped tensor may begin at any byte of the file
             found = found.clone()
         return found.view(dtype).view(info.shape)

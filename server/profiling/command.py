@@ -1,11 +1,11 @@
-"""`kvmux profile`: measures steps in this process, at an engine's socket and over HTTP, and prints a report."""
+"""`kvmux profile`: measures steps of an engine in this process, and prints a report."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,13 @@ from rich.console import Console
 
 from config.errors import SettingsError
 from config.settings import Settings, load_settings
-from config.sources import flag_name
 from server.engine.build import Engine, build_engine
 from server.engine.info import get_effective_settings
 from server.models.files.directory import resolve_model_settings
 from server.profiling.background_load import Neighbours, format_warning
 from server.profiling.flags import ProfileOptions
 from server.profiling.machine import measure_bandwidth, measure_matmul_flops
-from server.profiling.report import MachineLimits, ServedSteps, StepProfile, as_json, as_text
-from server.profiling.running import RunError, sigterm_as_ctrl_c
-from server.profiling.served import measure_at_socket, measure_over_http
+from server.profiling.report import MachineLimits, StepProfile, as_json, as_text
 from server.profiling.steps import WARMUP_STEPS, Steps, measure_decode, measure_prefill
 
 MAX_PREFILL_STEPS = 8
@@ -34,7 +31,7 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     """Profile steps and print where their time goes.
 
     `file` holds settings; `options` are the flags given. Raises SettingsError for wrong settings or flags, or if the
-    engine or the server does not start.
+    engine does not start.
     """
     if apart := [name for name in ("seconds", "trace") if name in options]:
         raise SettingsError(f"--{apart[0]}: for a running server only; give its --url")
@@ -43,15 +40,8 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     if wanted.json:
         with convert_write_errors(wanted.json):
             wanted.json.open("a").close()  # check before any slow work that the file is writable; keep an older report
-    with sigterm_as_ctrl_c(), Console(stderr=True).status("loading the model") as status:
-        model, profiles = profile_in_process(settings, wanted)
-        if not wanted.engine_only:
-            status.update("measuring the engine at its socket")
-            answer = wanted.steps + EXTRA_STEPS
-            far = (wanted.kv_cache, wanted.sequences, wanted.context, answer)
-            socket = measure_at_socket(settings, *far)
-            status.update("measuring the server over HTTP")
-            profiles = add_served_steps(profiles, socket, _measure_http(make_server_flags(file, options), *far))
+    with Console(stderr=True).status("loading the model, and measuring its steps"):
+        model, profiles = profile_steps(settings, wanted)
     busy = neighbours.compute_share()
     print(as_text(model, profiles, format_warning(busy)))
     if wanted.json:
@@ -60,7 +50,7 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     return 0
 
 
-def profile_in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict[str, Any], list[StepProfile]]:
+def profile_steps(settings: Settings, wanted: ProfileOptions) -> tuple[dict[str, Any], list[StepProfile]]:
     """Return (settings of the engine, a profile of each kind of step, prefill last).
 
     Raises SettingsError if the engine does not start, or cannot run the steps that the options describe.
@@ -102,30 +92,6 @@ def check_options(engine: Engine, wanted: ProfileOptions) -> None:
     room = engine.max_seq_len - wanted.steps - EXTRA_STEPS - max(wanted.sequences)
     if wanted.context > room:
         raise SettingsError(f"--context: must be from 1 to {room}, to leave room for --steps")
-
-
-def add_served_steps(
-    profiles: Sequence[StepProfile], socket: Sequence[float], http: Sequence[float]
-) -> list[StepProfile]:
-    """Return the profiles, those of decoding with the seconds per step measured at the socket and over HTTP."""
-    served = [ServedSteps(*each) for each in zip(socket, http, strict=True)]
-    near = profiles[: len(served)]
-    return [*(replace(p, served=s) for p, s in zip(near, served, strict=True)), *profiles[len(served) :]]
-
-
-def make_server_flags(file: Path | None, options: Mapping[str, Any]) -> list[str]:
-    """Return the settings of this command as flags of `kvmux serve`."""
-    given = [word for name, value in options.items() for word in (flag_name(name), str(value))]
-    return [*(["--config", str(file)] if file else []), *given]
-
-
-def _measure_http(
-    serve: Sequence[str], kv_cache: str, sequences: Sequence[int], context: int, steps: int
-) -> list[float]:
-    try:
-        return measure_over_http(serve, kv_cache, sequences, context, steps)
-    except RunError as error:
-        raise SettingsError(str(error)) from None
 
 
 @contextmanager

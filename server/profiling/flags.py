@@ -7,23 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.flags import COUNT, DURATION, FILE, SWITCH, Kind, add_flags, flag
+from config.flags import COUNT, DURATION, FILE, Kind, add_flags, flag
 
 DESCRIPTION = """\
 Shows where the time of a step goes, and how near it comes to the limits of this machine: each operation of the kernels,
-the model's other work, sampling, scheduling, laying out the batch; then what the socket adds, with the engine in a
-process of its own, and what HTTP adds, behind a server. Decoding is compared with the bytes that must be read at the
-memory's bandwidth, prefill with its matrix products at the speed of large ones; both are measured in the same run."""
+the model's other work, sampling, scheduling, laying out the batch. Decoding is compared with the bytes that must be
+read at the memory's bandwidth, prefill with its matrix products at the speed of large ones; both are measured in the
+same run. `kvmux bench` measures what clients of a server see."""
 
 EPILOG = """\
-Figures of steps are means over the fastest fifth, which other processes disturbed least; those at the socket and over
-HTTP are medians. What the socket and HTTP add is a difference of two runs: on a busy machine it may be negative or far
-too large, and means nothing.
+Figures are means over the fastest fifth of the steps, which other processes disturbed least.
 
 examples:
   kvmux profile
   kvmux profile --model models/my-model --weights int8 --sequences 1 32 --context 2048
-  kvmux profile --engine-only --json profile.json
+  kvmux profile --json profile.json
   KVMUX_ADMIN_TOKEN=... kvmux profile --url http://127.0.0.1:8000 --steps 50 --trace trace.json
 """
 
@@ -57,9 +55,6 @@ class _StepOptions:
     )
     steps: int = flag(40, COUNT, "number of steps to measure or record")
     kv_cache: str = flag("paged", Kind("NAME"), "cache strategy of all sequences")
-    engine_only: bool = flag(
-        False, SWITCH, "do not measure at the socket and over HTTP, for which the model is loaded again"
-    )
     json: Path | None = flag(None, FILE, "write the figures to this file as JSON")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from server.profiling.steps import Steps
-
-SOCKET = "socket to the API process"
-HTTP = "API process and HTTP"
 
 
 @dataclass(frozen=True)
@@ -27,22 +24,13 @@ class MachineLimits:
 
 
 @dataclass(frozen=True)
-class ServedSteps:
-    """Median seconds of a decode step, measured at the engine's socket and at an HTTP client."""
-
-    socket: float
-    http: float
-
-
-@dataclass(frozen=True)
 class Part:
-    """A line of a profile's table: an operation, another part of a step, or the time that the socket or HTTP adds."""
+    """A line of a profile's table: an operation, or another part of a step."""
 
     what: str
     seconds: float
     calls: int | None = None  # number of calls of the operation in a step
     bytes: int | None = None  # number of bytes that the operation must read and write in a step
-    serving: bool = False  # whether `seconds` is the time that the socket or HTTP adds: a difference between two runs
 
 
 @dataclass(frozen=True)
@@ -51,26 +39,15 @@ class StepProfile:
 
     steps: Steps
     limits: MachineLimits
-    served: ServedSteps | None = None
 
     @property
     def parts(self) -> list[Part]:
-        """Operations, then other parts of a step, each with the longest first; then the times that serving adds."""
+        """Operations, then other parts of a step, each with the longest first."""
         steps = self.steps
         taken = sorted(steps.seconds.items(), key=lambda each: -each[1])
         operations = [Part(name, t, steps.calls[name], steps.bytes[name]) for name, t in taken if name in steps.calls]
         rest = [Part(name, t) for name, t in taken if name not in steps.calls]
-        return [*operations, *rest, *self._iter_serving_parts()]
-
-    def _iter_serving_parts(self) -> Iterator[Part]:
-        if self.served is not None:
-            yield Part(SOCKET, self.served.socket - self.steps.total, serving=True)
-            yield Part(HTTP, self.served.http - self.served.socket, serving=True)
-
-    @property
-    def total(self) -> float:
-        """Seconds of a step: over HTTP if that was measured, else in the engine."""
-        return self.served.http if self.served else self.steps.total
+        return [*operations, *rest]
 
     @property
     def num_bytes(self) -> int:
@@ -112,18 +89,17 @@ def as_text(model: Mapping[str, Any], profiles: Sequence[StepProfile], note: str
 
 
 def _format_table(profile: StepProfile) -> str:
+    total = profile.steps.total
     table = Table(box=box.MARKDOWN)
     table.add_column(str(profile))
     for column in ("ms a step", "share", "calls", "MB", "GB/s"):
         table.add_column(column, justify="right")
     for part in profile.parts:
-        table.add_row(
-            part.what, f"{part.seconds * 1e3:.3f}", f"{part.seconds / profile.total:.1%}", *_format_traffic(part)
-        )
-    table.add_row("all", f"{profile.total * 1e3:.3f}", "100.0%", "", f"{profile.num_bytes / 1e6:,.1f}", "")
+        table.add_row(part.what, f"{part.seconds * 1e3:.3f}", f"{part.seconds / total:.1%}", *_format_traffic(part))
+    table.add_row("all", f"{total * 1e3:.3f}", "100.0%", "", f"{profile.num_bytes / 1e6:,.1f}", "")
     for name, seconds in (("reading", profile.memory_seconds), ("products", profile.product_seconds)):
         if seconds is not None:
-            table.add_row(f"the least for {name}", f"{seconds * 1e3:.3f}", f"{seconds / profile.total:.1%}", "", "", "")
+            table.add_row(f"the least for {name}", f"{seconds * 1e3:.3f}", f"{seconds / total:.1%}", "", "", "")
     printed = io.StringIO()
     Console(file=printed, width=10_000, force_terminal=False, color_system=None).print(table)
     return "\n".join(line.strip() for line in printed.getvalue().strip().splitlines())
@@ -150,10 +126,10 @@ def _make_profile_json(profile: StepProfile) -> dict[str, Any]:
     return {
         "sequences": steps.sequences,
         "tokens": steps.tokens,
-        "seconds": profile.total,
+        "seconds": profile.steps.total,
         "bytes": profile.num_bytes,
         "products": steps.flops,
         "least_seconds": {"reading": profile.memory_seconds, "products": profile.product_seconds},
-        "of_the_limit": profile.min_seconds / profile.total,
-        "parts": [vars(part) | {"share": part.seconds / profile.total} for part in profile.parts],
+        "of_the_limit": profile.min_seconds / profile.steps.total,
+        "parts": [vars(part) | {"share": part.seconds / profile.steps.total} for part in profile.parts],
     }

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import torch
 
-from kernels.tracing import OpCounter
+from kernels.selfcheck.op_counter import OpCounter
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.ipc.messages import SamplingParams, Submit, Tokens

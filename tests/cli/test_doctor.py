@@ -14,9 +14,8 @@ import torch
 
 from kernels import backends as loading
 from kernels.device import KernelsMissing
-from kernels.ops import Ops
+from kernels.ops import DTYPES, Ops
 from kernels.reference.backend import ReferenceOps
-from kernels.selfcheck.op_info import DTYPES
 from server.cli import doctor as doctoring
 
 

@@ -219,7 +219,7 @@ def test_chats_compute_hardly_more_tokens_than_with_one_big_cache(seed: int, num
     assert found.num_computed <= (1.15 if is_enough else 1.35) * big.num_computed
     assert found.num_computed <= (0.5 if is_enough else 0.75) * round_robin.num_computed
     assert found.right_expectations >= (0.99 if is_enough else 0.75)
-    assert found.imbalance <= 1.7  # 1.19 with a deviation of 0.075
+    assert found.imbalance <= 1.7  # 1.22 on the average
     assert median(found.first_tokens) < 0.7 * median(round_robin.first_tokens)
 
 
@@ -237,4 +237,4 @@ def test_idle_replicas_are_equally_loaded_without_computing_prompts_twice(seed: 
         computed.append(found.num_computed / big.num_computed)
         imbalance.append(found.imbalance)
     assert fmean(computed) <= 1.1
-    assert fmean(imbalance) <= 1.6  # 1.28 with a deviation of 0.053
+    assert fmean(imbalance) <= 1.6  # 1.33 on the average

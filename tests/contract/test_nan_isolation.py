@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ops import Ops
+from kernels.ops import DTYPES, Ops
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
 from kernels.selfcheck.op_db import OPS
-from kernels.selfcheck.op_info import DTYPES, OpInfo
+from kernels.selfcheck.op_info import OpInfo
 from kernels.types import LayerSpec
 from tests.kernels.backend_matrix import BACKENDS, LAYOUTS, SPECS
 from tests.kernels.brute_force import visible_in_case

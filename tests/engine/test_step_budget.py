@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from kernels.composite import CompositeOps
 from kernels.cpu.backend import CpuOps
 from kernels.ops import GatedMLP, Ops
-from kernels.tracing import OpCounter
+from kernels.selfcheck.op_counter import OpCounter
 from server.engine.batch import Batch
 from server.engine.instance_reports import count_tokens
 from server.models.decoder import Decoder

@@ -16,7 +16,7 @@ FULL = json.loads((DATA / "model.json").read_text())
 SAMPLE = json.loads((DATA / "model_sample.json").read_text())
 RECALL_AIM, CHANCE = 0.95, 0.1
 # The command of docs/laboratory/embedded_model.md with fewer documents: the first of the same ones.
-ARGUMENTS = "--strategy contiguous --strategy sliding_window:window=64,sinks=0 --seed figures --texts 1 --records 4"
+ARGUMENTS = "--strategy contiguous --strategy sliding_window:window=64,sinks=0 --texts 1 --records 4"
 
 
 def _by_name(report: dict[str, Any]) -> dict[str, Any]:

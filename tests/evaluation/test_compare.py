@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 from config.errors import SettingsError
 from server.engine.build import Engine
 from server.evaluation.compare import Fidelity, compare
-from server.evaluation.corpus.packing import MarkedAnswer
 from server.evaluation.documents import Document
+from server.evaluation.pieces import MarkedAnswer
 
 NAMES = ["contiguous", "paged", "narrow", "sinks"]
 LENGTH = 160  # all that a cache of this engine can hold

@@ -9,8 +9,6 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from config.errors import SettingsError
-from server.evaluation.corpus.packing import SpecialTokens
-from server.evaluation.corpus.words import HELD_OUT_NAMES, TRAIN
 from server.evaluation.documents import (
     Document,
     check_vocabulary,
@@ -20,8 +18,10 @@ from server.evaluation.documents import (
     make_stories,
     read_text_file,
 )
+from server.evaluation.pieces import SpecialTokens
 from server.models.files.directory import EMBEDDED
 from tests.models.random_models import byte_tokenizer
+from tools.train.corpus.words import HELD_OUT_NAMES, TRAIN
 
 TINY = Tokenizer.from_file(str(EMBEDDED["tiny"] / "tokenizer.json"))
 PLAIN = byte_tokenizer(300)  # puts nothing before a text
@@ -145,6 +145,26 @@ def test_new_phrasings_are_used_on_request(tokenizer: Tokenizer) -> None:
         text = tokenizer.decode([token for d in found for token in d.ids])
         assert (" stores the " in text) is new
         assert (" keeps the " in text) is not new
+
+
+@pytest.mark.parametrize("length", [3000, 6000])
+def test_stories_stretch_records_that_are_too_short(tokenizer: Tokenizer, length: int) -> None:
+    marks = find_special_tokens(tokenizer, EOS, 2048)
+    records = make_records(tokenizer, marks, length, 20)
+    assert {len(d.ids) for d in records} == {length + 1}
+    distances = [answer.distance for d in records for answer in d.answers]
+    assert len(distances) > 100
+    assert sum(distance > length / 2 for distance in distances) > len(distances) / 20
+    for ids, answers in records:
+        for answer in answers:
+            before = answer.start - answer.distance
+            assert ids[before : before + answer.stop - answer.start] == ids[answer.start : answer.stop]
+
+
+def test_texts_that_fill_no_document_are_reported() -> None:
+    with pytest.raises(SettingsError, match="--length: the texts that come with kvmux do not fill 900,000 tokens"):
+        make_stories(TINY, SpecialTokens((0,), 1), 900_000, 1)
+    assert 1 <= len(make_stories(TINY, SpecialTokens((0,), 1), 20_000, 9)) < 9
 
 
 def test_fewer_documents_are_the_first_of_more(tokenizer: Tokenizer) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.composite import CompositeOps
 from kernels.ops import (
+    DTYPES,
     AttentionSlice,
     AttentionWeights,
     DecoderLayer,
@@ -25,7 +26,6 @@ from kernels.ops import (
     Weight,
 )
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
-from kernels.selfcheck.op_info import DTYPES
 from kernels.types import LayerSpec
 from kernels.weights.block_formats import FORMATS
 from kernels.weights.stored import ConcatenatedWeight

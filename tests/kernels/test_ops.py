@@ -15,8 +15,9 @@ import torch
 from allpairspy import AllPairs
 from torch import Tensor
 
+from kernels.ops import DTYPES
 from kernels.selfcheck.op_db import OPS
-from kernels.selfcheck.op_info import DTYPES, OpInfo
+from kernels.selfcheck.op_info import OpInfo
 from tests.kernels.backend_matrix import BACKENDS, NAMES
 from tests.kernels.formulas import ACTIVATIONS, FORMULAS, VARIED, Shape
 

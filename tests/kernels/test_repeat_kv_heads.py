@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.selfcheck.op_info import DTYPES
+from kernels.ops import DTYPES
 from tests.kernels.backend_matrix import BACKENDS, NAMES
 
 backends = pytest.mark.parametrize("backend", NAMES)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.ops import DTYPES
 from kernels.sampling import NO_TOKEN, SamplingRow
-from kernels.selfcheck.op_info import DTYPES
 from tests.kernels.backend_matrix import BACKENDS
 
 VOCABULARY = 150_001

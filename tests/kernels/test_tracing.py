@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.ops import Ops
+from kernels.ops import OP_NAMES, Ops
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
-from kernels.selfcheck.op_db import OP_NAMES, OPS
+from kernels.selfcheck.op_counter import OpCounter
+from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import OpInfo
-from kernels.tracing import OpCounter, OpTimer, Recorder, Tracer, trace_ops
+from kernels.tracing import OpTimer, Recorder, Tracer, trace_ops
 from tests.kernels.backend_matrix import BACKENDS
 
 CPU = torch.device("cpu")

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import DecoderLayers
+from kernels.ops import DTYPES, DecoderLayers
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import Step
 from kernels.selfcheck.check import compute_error
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
 from kernels.selfcheck.op_db import OPS
-from kernels.selfcheck.op_info import DTYPES, OpInfo
+from kernels.selfcheck.op_info import OpInfo
 from kernels.store import KVStore
 from tests.kernels.backend_matrix import BACKENDS
 from tests.kernels.recorded_calls import Call, calls, real_tokens

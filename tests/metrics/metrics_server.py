@@ -9,7 +9,7 @@ from threading import Thread
 from typing import Any, get_args
 
 from cache_strategies.types import BlockEvents, Blocks, CacheUsage
-from kernels.selfcheck.op_db import OP_NAMES
+from kernels.ops import OP_NAMES
 from server.api.ops.monitoring import OPENMETRICS
 from server.metrics.families import MISS_REASON, OUTCOME, WAIT_REASON
 from server.metrics.registry import Metrics

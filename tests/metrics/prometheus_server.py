@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from server.profiling.running import RunError
 from tools.prometheus import Prometheus, find_tool, make_config, run_prometheus
+from tools.server_process import RunError
 
 __all__ = ["CONFIG", "ROOT", "Prometheus", "promtool", "running_prometheus", "tool"]
 

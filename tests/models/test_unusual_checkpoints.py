@@ -99,26 +99,6 @@ def test_a_window_of_no_tokens_is_none(tmp_path: Path) -> None:
     assert {layer.window for layer in load_decoder(tmp_path).layer_specs} == {None}
 
 
-# ---------------------------------------------------------------- added tokens
-@pytest.mark.parametrize("older", [True, False])
-def test_a_token_that_the_embedding_has_no_row_for_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, older: bool
-) -> None:
-    save_random_model("llama", tmp_path)
-    rows = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
-    for first, warned in ((rows - 2, False), (rows - 1, True)):
-        caplog.clear()
-        ids = {"<|x|>": first, "<|y|>": first + 1}
-        if older:
-            (tmp_path / "added_tokens.json").write_text(json.dumps(ids))
-        else:
-            decoder = {str(id): {"content": content} for content, id in ids.items()}
-            change(tmp_path / "tokenizer_config.json", added_tokens_decoder=decoder)
-        read_model_info(tmp_path, "auto")
-        named = f'the token "<|y|>" with the id {rows}, but the model\'s embedding has {rows} rows'
-        assert (named in caplog.text) is warned
-
-
 # ---------------------------------------------------------------- ends
 END = {"content": "<|im_end|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
 

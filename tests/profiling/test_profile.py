@@ -10,8 +10,7 @@ import pytest
 
 from kernels.selfcheck.op_db import OPS
 from server.cli.main import main
-from server.profiling.command import make_server_flags
-from server.profiling.report import HTTP, SOCKET, MachineLimits, ServedSteps, StepProfile, as_text
+from server.profiling.report import MachineLimits, StepProfile, as_text
 from server.profiling.steps import (
     BOOKKEEPING,
     COMPACTION,
@@ -38,7 +37,7 @@ def profile(capsys: pytest.CaptureFixture[str], file: Path, *more: str) -> tuple
 
 
 def test_all_of_a_step_is_accounted_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    printed, told = profile(capsys, tmp_path / "it.json", "--engine-only", "--sequences", "1", "3", "--prefill", "50")
+    printed, told = profile(capsys, tmp_path / "it.json", "--sequences", "1", "3", "--prefill", "50")
     assert [(each["sequences"], each["tokens"]) for each in told["steps"]] == [(1, 20), (3, 20), (0, 50)]
     names = {op.name for op in OPS}
     for each in told["steps"]:
@@ -56,16 +55,6 @@ def test_all_of_a_step_is_accounted_for(capsys: pytest.CaptureFixture[str], tmp_
     )
     for title in ("1 sequence of 20 tokens", "3 sequences of 20 tokens", "50 tokens of a prompt"):
         assert title in printed
-
-
-@pytest.mark.apart
-def test_what_serving_adds_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    _, told = profile(capsys, tmp_path / "it.json", "--sequences", "2", "--kv-cache", "contiguous")
-    decoding, prompt = told["steps"]
-    parts = {part["what"]: part["seconds"] for part in decoding["parts"]}
-    assert {SOCKET, HTTP} <= parts.keys()
-    assert sum(parts.values()) == pytest.approx(decoding["seconds"])
-    assert not {part["what"] for part in prompt["parts"]} & {SOCKET, HTTP}
 
 
 def test_the_engine_is_as_before(tiny: Path) -> None:
@@ -104,27 +93,17 @@ def test_the_quickest_steps_count() -> None:
 
 def test_a_table_adds_up() -> None:
     steps = Steps(2, 128, {"attend": 3e-3, BOOKKEEPING: 1e-3}, {"attend": 4}, {"attend": 6_000_000}, 10**9)
-    profile = StepProfile(steps, MachineLimits(3e9, 1e12, 2), ServedSteps(5e-3, 8e-3))
+    profile = StepProfile(steps, MachineLimits(3e9, 1e12, 2))
     assert [(part.what, pytest.approx(part.seconds)) for part in profile.parts] == [
         ("attend", 3e-3),
         (BOOKKEEPING, 1e-3),
-        (SOCKET, 1e-3),
-        (HTTP, 3e-3),
     ]
     assert profile.min_seconds == 2e-3, "products do not bound decoding"
     model = dict.fromkeys(("model", "dtype", "weights", "kv_cache", "kernels"), "x")
     text = as_text(model, [profile], "a note")
     assert "a note" in text
-    assert "37.5%" in text
+    assert "75.0%" in text
     assert "2.0" in text
-
-
-def test_a_server_gets_the_same_settings() -> None:
-    assert make_server_flags(Path("it.toml"), {"max_num_batched_tokens": "64", "model": "x"}) == [
-        *("--config", "it.toml"),
-        *("--max-num-batched-tokens", "64"),
-        *("--model", "x"),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 
-from server.profiling.running import sigterm_as_ctrl_c
 from tools.bench.report import Report, as_json, as_text, read_samples, update_section
 from tools.bench.runner import CASE_ERRORS, Context, Effort, Group, Sample, run_cases
 from tools.peers.installer import InstallError
+from tools.server_process import sigterm_as_ctrl_c
 from tools.status_line import status_line
 
 DEFAULT_GROUP = "rows"

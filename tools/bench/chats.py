@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from server.profiling.running import RunError
 from tools.bench.runner import Reading, Row
+from tools.server_process import RunError
 
 WORDS = ("king", "river", "old", "boat", "market", "winter", "seven", "garden", "letter", "stone", "bread", "night")
 TIMEOUT = 120.0  # seconds that a request may take

@@ -18,12 +18,12 @@ from server.engine.device import choose_threads
 from server.models.formats.gguf_file import GGUFHeader, read_header
 from server.models.formats.gguf_weights import compute_nbytes
 from server.profiling.machine import measure_bandwidth
-from server.profiling.running import run_bench
 from tools.bench.peers import add_folder_arguments, describe_program, make_installer
 from tools.bench.runner import Case, Context, Effort, Group, Reading, Row, Table
 from tools.peers.programs import ServerNeeds, ServerProgram, StartedServer, list_family, run_program
 from tools.peers.servers import OURS, prepare_kvmux, prepare_llama_cpp
 from tools.real_models import REAL_MODELS
+from tools.server_process import run_bench
 
 THEIRS = "llama.cpp"
 TIMEOUT = 900.0  # seconds that a workload may take

@@ -16,7 +16,6 @@ from pathlib import Path
 import httpx
 
 from server.models.formats.gguf_file import read_header
-from server.profiling.running import run_bench
 from tools.bench.gguf_files import MIB, TIMEOUT, WORKLOADS, make_flags, measure_memory
 from tools.bench.peers import add_folder_arguments, make_installer
 from tools.bench.runner import Case, Context, Group, Reading, Row, Table
@@ -24,6 +23,7 @@ from tools.peers.installer import Installer
 from tools.peers.llama_cpp import INSTALLED_VERSION, LLAMA_CPP, LLAMA_CPP_VERSION, find_program, install_llama_cpp
 from tools.peers.programs import ServerNeeds, StartedServer, run_program
 from tools.peers.servers import OURS, prepare_kvmux
+from tools.server_process import run_bench
 from tools.validation.cases import tokenize
 from tools.validation.gguf_files import write_float32
 from tools.validation.kvmux import KvmuxServer

@@ -23,7 +23,7 @@ from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.settings import Settings, Weights, load_settings
 from kernels.memory import allocate
-from kernels.tracing import OpCounter
+from kernels.selfcheck.op_counter import OpCounter
 from server.engine.build import Engine, build_engine
 from server.engine.instance import Instance
 from server.profiling.machine import measure_matmul_flops, measure_read_bandwidth

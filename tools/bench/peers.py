@@ -15,7 +15,6 @@ from pathlib import Path
 from random import SystemRandom
 
 from loadtest.bench.workloads import NAMED_WORKLOADS
-from server.profiling.running import RunError, run_bench
 from tools.bench.goals import DEFAULT_STRATEGY, ROWS, BenchmarkRow, Measure
 from tools.bench.models import QWEN, cache_folder, make_model, peers_folder
 from tools.bench.rows import BENCHMARKS, Results, measure_speeds, read_results
@@ -23,6 +22,7 @@ from tools.bench.runner import Case, Context, Effort, Group, Reading, Table
 from tools.peers.installer import Installer, InstallError, parse_folder
 from tools.peers.programs import ServerNeeds, ServerProgram, StartedServer, run_program
 from tools.peers.servers import OURS, prepare_kvmux, prepare_llama_cpp, prepare_vllm
+from tools.server_process import RunError, run_bench
 
 WORKLOADS = ("a", "b", "c8", "c16", "e1", "e8", "e16", "f", "g")
 DEFAULT_WORKLOADS = ("a", "b", "c8", "e8", "e16", "f")

@@ -16,11 +16,11 @@ from itertools import cycle
 
 import httpx
 
-from server.profiling.running import RunError
 from server.version import get_version
 from tools.bench.chats import TIMEOUT, ChatLoad, read_answers
 from tools.bench.runner import Case, Context, Group, Reading, Table
 from tools.peers.programs import ServerNeeds, ServerProgram, StartCommand, run_program
+from tools.server_process import RunError
 
 READY_TIMEOUT = 120.0  # seconds that replicas may take to become ready
 SETTLE = 3.0  # seconds between two turns, in which replicas report and routers forget

@@ -21,7 +21,6 @@ import torch
 from server.engine.device import choose_threads
 from server.profiling.background_load import Neighbours
 from server.profiling.machine import measure_bandwidth, measure_matmul_flops
-from server.profiling.running import RunningServer, run_bench, run_module, run_server
 from tools.bench.goals import (
     DEFAULT_STRATEGY,
     MIXED,
@@ -37,6 +36,7 @@ from tools.bench.long_contexts import SETTINGS_FILE
 from tools.bench.models import LLAMA, QWEN, SHAPES, cache_folder, make_model
 from tools.bench.report import update_section
 from tools.bench.runner import Case, Context, Effort, Group, Reading, Sample, Table
+from tools.server_process import RunningServer, run_bench, run_module, run_server
 
 Results = Sequence[Mapping[str, Any]]  # the JSON output of `kvmux bench`
 KV_BYTES = 512 << 20  # bytes of KV memory

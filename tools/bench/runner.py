@@ -21,7 +21,7 @@ import psutil
 
 from config.errors import SettingsError
 from server.profiling.background_load import BUSY_THRESHOLD, Neighbours
-from server.profiling.running import RunError
+from tools.server_process import RunError
 
 CASE_ERRORS = (RunError, SettingsError, OSError, httpx.HTTPError)  # end a variant or a case, not the others
 ENOUGH_TURNS = 6  # for an interval of 95 %

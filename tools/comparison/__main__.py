@@ -28,7 +28,6 @@ from loadtest.bench.client import ServerError
 from loadtest.listing import ListingError
 from server.evaluation.command import make_progress_bar, select_strategies
 from server.models.files.directory import resolve_model_settings
-from server.profiling.running import RunError, run_server, sigterm_as_ctrl_c
 from server.version import get_version
 from tools.bench.report import read_processor_name
 from tools.comparison.fidelity import evaluate
@@ -38,6 +37,7 @@ from tools.comparison.record import Record, RecordError
 from tools.comparison.report import make_page
 from tools.comparison.results import Comparison
 from tools.prometheus import PromQLError, find_tool, make_config, run_prometheus
+from tools.server_process import RunError, run_server, sigterm_as_ctrl_c
 from tools.strategies_file import format_strategies
 
 DESCRIPTION = """\

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server.profiling.running import RunError, run_module
+from tools.server_process import RunError, run_module
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.profiling.running import start_process
+from tools.server_process import start_process
 
 MARK = "installed"
 STEP_TIMEOUT = 3600.0  # seconds that a step may take; two cores build llama.cpp in 20 minutes

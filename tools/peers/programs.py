@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from server.profiling.running import RunError
+from tools.server_process import RunError
 
 START_TIMEOUT = 600.0  # seconds; vLLM compiles its model when it is started for the first time
 STOP_TIMEOUT = 30.0  # seconds that a server may take to end after SIGTERM before it is killed

@@ -12,7 +12,7 @@ from typing import Self
 
 from tokenizers import Tokenizer
 
-from server.evaluation.corpus.packing import Mix, PackedRows, pack
+from tools.train.corpus.packing import Mix, PackedRows, pack
 
 PREFETCH_PER_WORKER = 4
 

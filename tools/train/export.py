@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from server.evaluation.corpus.packing import BOS_ID, EOS_ID
+from tools.train.corpus.packing import BOS_ID, EOS_ID
 from tools.train.model import Llama, LlamaShape
 from tools.train.tokenizer import BOS, EOS
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.evaluation.corpus.packing import PackedRows
+from tools.train.corpus.packing import PackedRows
 from tools.train.model import Llama
 
 DISTANCES = (64, 128, 256, 512, 1024, 2048)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from server.evaluation.corpus.generator import DocumentGenerator, join_text
-from server.evaluation.corpus.packing import BOS_ID
+from tools.train.corpus.generator import DocumentGenerator, join_text
+from tools.train.corpus.packing import BOS_ID
 
 VOCAB_SIZE = 2048
 BOS, EOS = "<s>", "</s>"

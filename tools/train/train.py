@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from server.evaluation.corpus.packing import EVALUATION_SEED, RECORDS, STORIES, Mix, PackedRows, pack
-from server.evaluation.corpus.words import HELD_OUT_NAMES
 from tools.train.batches import BatchSource
+from tools.train.corpus.packing import EVALUATION_SEED, RECORDS, STORIES, Mix, PackedRows, pack
+from tools.train.corpus.words import HELD_OUT_NAMES
 from tools.train.induction_init import init_induction_heads
 from tools.train.measure import compute_perplexity, compute_recall, group_by_distance
 from tools.train.model import Llama, LlamaShape, weighted_loss

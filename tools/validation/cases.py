@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from server.profiling.running import RunError
 from tools.bench.runner import Case, Context, Effort, Group, Reading, Row, Table
+from tools.server_process import RunError
 from tools.validation.gguf_files import write_float32
 from tools.validation.kvmux import KvmuxServer, list_strategies, serve
 from tools.validation.llama_cpp import LlamaCppServer, get_llama_cpp_version, serve_llama_cpp

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from cache_strategies.registry import list_kinds
-from server.profiling.running import run_server
+from tools.server_process import run_server
 from tools.strategies_file import format_strategies
 from tools.validation.predictions import GreedyText, Predictions, strip_end
 

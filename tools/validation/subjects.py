@@ -10,7 +10,6 @@ from pathlib import Path
 from gguf import GGMLQuantizationType
 from tokenizers import Tokenizer
 
-from server.evaluation.corpus.packing import EVALUATION_SEED
 from server.evaluation.documents import find_special_tokens, make_stories
 from server.models.files.directory import EMBEDDED, locate
 from tools.real_models import REAL_MODELS
@@ -77,5 +76,5 @@ def _make_stories(sizes: Sizes) -> str:
     """Return stories that the embedded model was not trained on, a window more than is predicted."""
     tokenizer = Tokenizer.from_file(str(EMBEDDED["tiny"] / "tokenizer.json"))
     marks = find_special_tokens(tokenizer, frozenset(), tokenizer.get_vocab_size())
-    stories = make_stories(tokenizer, marks, sizes.window, sizes.num_windows + 1, EVALUATION_SEED)
+    stories = make_stories(tokenizer, marks, sizes.window, sizes.num_windows + 1)
     return "\n".join(tokenizer.decode(each.ids) for each in stories)

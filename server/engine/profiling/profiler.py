@@ -25,7 +25,7 @@ import torch
 from torch.autograd.profiler import profile  # instead of torch.profiler.profile, which imports torch's compiler
 from torch.profiler import record_function
 
-from kernels.selfcheck.layer_ops import FORWARD_LAYERS
+from kernels.ops import FORWARD_LAYERS
 from kernels.tracing import NULL_CONTEXT, Recorder, Tracer
 from server.engine.ipc.messages import Answer, Failed, Profile
 from server.engine.profiling.trace_table import make_table
@@ -51,7 +51,7 @@ class OpAnnotator(Recorder):
         return record_function(name)
 
     def layers(self) -> AbstractContextManager[object]:
-        return record_function(FORWARD_LAYERS.name)
+        return record_function(FORWARD_LAYERS)
 
     def span(self, name: str) -> AbstractContextManager[object]:
         return record_function(name)

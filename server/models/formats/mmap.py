@@ -1,7 +1,4 @@
-"""Loads a byte range of a file as a tensor: memory-mapped or read.
-
-A mapping copies nothing and is released with the tensor; bytes read into memory stay the same if the file changes.
-"""
+"""Maps a byte range of a file as a tensor. A mapping copies nothing, and is released with the tensor."""
 
 from __future__ import annotations
 
@@ -29,17 +26,3 @@ def map_bytes(file: Path, start: int, size: int) -> Tensor:
     except (OSError, ValueError) as error:  # mmap raises ValueError if the file has become too short
         raise ModelError(f"cannot read {file}: {error}") from None
     return torch.frombuffer(memory, dtype=torch.uint8, offset=within)
-
-
-def read_bytes(file: Path, start: int, size: int) -> Tensor:
-    """Return `size` bytes from `start` on as [size] uint8, read into memory. Raises ModelError if that fails."""
-    data = torch.empty(size, dtype=torch.uint8)
-    try:
-        with file.open("rb") as opened:
-            opened.seek(start)
-            num_read = opened.readinto(data.numpy().data)
-    except OSError as error:
-        raise ModelError(f"cannot read {file}: {error.strerror}") from None
-    if num_read != size:
-        raise ModelError(f"cannot read {file}: it is cut off")
-    return data

@@ -53,9 +53,8 @@ def open_quantized_weights(
             writer.publish()
     finally:
         progress.close()
-        for each in (cached, writer):
-            if each:
-                each.close()
+        if writer:
+            writer.close()
 
 
 def choose_block_format(format: WeightFormat, name: str, width: int, layers: int) -> str | None:

@@ -1,8 +1,7 @@
 """A cache of quantized matrices on disk, so that a model is quantized only once.
 
 A folder has the matrices of one checkpoint in one format, in safetensors files: the blocks of each as NAME.Q4_K (or
-another block format); and a checksum of every tensor, so that bytes that have changed on the disk are never used.
-Matrices are read into memory rather than mapped, so that they cannot change after the check.
+another block format).
 
 The folder's name is a hash of the metadata of the checkpoint's files: sizes, inodes, mtimes and ctimes. A checkpoint
 that was touched in any way therefore has another folder. A hash of contents would not do: all fine-tunes of a model
@@ -12,7 +11,6 @@ have the same headers, many have the same bytes in a sample, and reading all byt
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -27,17 +25,14 @@ from torch import Tensor
 
 from kernels.weights.block_formats import FORMATS, BlockTensor
 from kernels.weights.quantizers import QUANTIZERS
-from server.models.config_file import read_json
 from server.models.errors import ModelError, first_line
 from server.models.files.atomic_directory import AtomicDirectory
-from server.models.formats.checksum import checksum
 from server.models.weights import Safetensors, WeightFormat
 
 log = logging.getLogger(__name__)
 
 VERSION = "4"  # of the cached files: change it when their format or the rounding of weights changes
 SHARD = 1 << 28  # bytes of matrices that are collected in memory before they are written to a file
-CHECKSUMS = "checksums.json"  # name of the file that has the checksum of each tensor
 ADVICE = "give --weights-cache another folder, or off"
 
 
@@ -64,37 +59,20 @@ class CachedWeights:
 
     def __init__(self, folder: Path) -> None:
         """Open a folder of the cache. Raises ModelError if its files cannot be read."""
-        self._folder = folder
-        self._tensors = Safetensors(folder, torch.float32, torch.device("cpu"), mapped=False)
-        self._checksums = read_json(folder / CHECKSUMS)
-        self._damaged = False
+        self._tensors = Safetensors(folder, torch.float32, torch.device("cpu"))
+        self._is_readable = True  # until another server deletes the folder
         log.info("reading quantized weights from %s", folder)
 
     def get(self, name: str) -> BlockTensor | None:
-        """Return a matrix by name; None if it is missing or damaged; the first damaged one is logged."""
+        """Return a matrix by name; None if there is none, or if the folder cannot be read any more, which is logged."""
         for format in QUANTIZERS:
-            if (blocks := f"{name}.{format}") in self._tensors or blocks in self._checksums:
+            if self._is_readable and (blocks := f"{name}.{format}") in self._tensors:
                 try:
-                    return BlockTensor(self._read_checked(blocks), FORMATS[format])
-                except (ModelError, ValueError) as error:
-                    self._report_damage(error)
+                    return BlockTensor(self._tensors.read_tensor(blocks), FORMATS[format])
+                except ModelError as error:
+                    self._is_readable = False
+                    log.warning("the cached quantized weights are gone; quantizing the weights again: %s", error)
         return None
-
-    def close(self) -> None:
-        """Delete the folder if a tensor in it is damaged, so that the next start writes it again."""
-        if self._damaged:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _read_checked(self, name: str) -> Tensor:
-        tensor = self._tensors.read_tensor(name)
-        if checksum(tensor) != self._checksums.get(name):
-            raise ModelError(f"{name} in {self._folder} has changed since it was written: its checksum is wrong")
-        return tensor
-
-    def _report_damage(self, error: Exception) -> None:
-        if not self._damaged:
-            log.warning("some cached quantized weights are damaged and are quantized again: %s", error)
-        self._damaged = True
 
 
 def open_cached_weights(folder: Path) -> CachedWeights | None:
@@ -120,7 +98,6 @@ class CachedWeightsWriter:
         self._scratch: AtomicDirectory | None = None  # where files are written until `publish`; None: none written yet
         self._shards = 0
         self._waiting: dict[str, Tensor] = {}
-        self._checksums: dict[str, int] = {}
         self._given_up = False
 
     def put(self, name: str, weight: BlockTensor) -> None:
@@ -138,7 +115,6 @@ class CachedWeightsWriter:
             return
         with self._or_give_up():
             self._write()
-            self._write_checksums()
             assert self._scratch is not None
             self._folder.parent.mkdir(exist_ok=True)
             self._scratch.publish(self._folder)
@@ -159,19 +135,11 @@ class CachedWeightsWriter:
         if self._scratch is None:
             self._scratch = AtomicDirectory(self._folder.parent.parent)
         file = self._scratch.path / f"{self._shards:05}.safetensors"
-        self._checksums |= {name: checksum(tensor) for name, tensor in self._waiting.items()}
         save_file(self._waiting, file)
         with file.open("rb") as written:
             os.fsync(written)  # the file is on disk before the folder is published
         self._shards += 1
         self._waiting.clear()
-
-    def _write_checksums(self) -> None:
-        assert self._scratch is not None
-        with (self._scratch.path / CHECKSUMS).open("w", encoding="utf-8") as file:
-            json.dump(self._checksums, file)
-            file.flush()
-            os.fsync(file)
 
     @contextmanager
     def _or_give_up(self) -> Iterator[None]:

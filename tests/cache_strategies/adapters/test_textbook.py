@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cache_strategies.adapters.textbook import CausalAttentionWithCache, GPTWithCache, KVCache
-from cache_strategies.adapters.textbook_timing import main, measure_generation
 
 DOC = Path(__file__).parents[3] / "docs" / "guide" / "textbook.md"
 B, H, D, LONGEST = 3, 2, 4, 16
@@ -444,23 +443,3 @@ def test_nothing_follows_an_empty_prompt() -> None:
     for cache in (None, model.new_cache(1)):
         with pytest.raises(ValueError, match="the prompt is empty"):
             model.generate(torch.zeros(1, 0, dtype=torch.long), 3, cache)
-
-
-# ---------------------------------------------------------------- what it saves
-def test_the_timing_times_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
-    times = measure_generation(GPTWithCache(64, 32, 4, 2, 48).eval(), 48)
-    assert min(times.cached, times.uncached) > 0
-    main(["--tokens", "3", "5", "--d-model", "8", "--layers", "1", "--dtype", "bfloat16"])
-    assert re.findall(r"^\| (\d+) \| [\d,]+ \| [\d,]+ \| [\d.]+ × \|$", capsys.readouterr().out, re.M) == ["3", "5"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [(["--tokens", "0"], "should be at least 1"), (["--heads", "3"], "--heads 3 does not divide")],
-)
-def test_the_timing_refuses_what_makes_no_model(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert says in capsys.readouterr().err

@@ -7,11 +7,11 @@ import torch
 
 from kernels.metal.attention import SPLIT
 from kernels.metal.runtime import load
+from kernels.ops import DTYPES
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.selfcheck.check import check_ops
 from kernels.selfcheck.op_db import OPS
-from kernels.selfcheck.op_info import DTYPES
 from kernels.types import LayerSpec
 from tests.kernels.test_attention import expected
 

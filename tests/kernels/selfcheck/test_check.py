@@ -17,12 +17,11 @@ from kernels.backends import list_backends, load_ops
 from kernels.cpu import library as cpu
 from kernels.cpu.instruction_sets import INSTRUCTION_SETS
 from kernels.device import KernelsMissing, device_of
-from kernels.ops import Ops
+from kernels.ops import DTYPES, NO_OPERATIONS, OP_NAMES, Ops
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.check import check_ops, replace_faulty
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
-from kernels.selfcheck.op_db import OP_NAMES, OPS
-from kernels.selfcheck.op_info import DTYPES
+from kernels.selfcheck.op_db import OPS
 from server.engine.info import make_engine_info, summarize_engine
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import random_prompt
@@ -30,8 +29,6 @@ from tests.kernels.backend_matrix import BACKENDS
 
 CPU = torch.device("cpu")
 NAMES = [op.full_name for op in OPS]
-
-PREPARING = ("batch_invariant_head_dim", "block_formats", "prepare", "pack", "pack_layers", "check_slots")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -41,8 +38,11 @@ def test_what_is_right_passes(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_the_table_has_every_operation() -> None:
-    methods = [name for name in vars(Ops) if not name.startswith("_") and name not in PREPARING]
-    assert tuple(methods) == OP_NAMES, "give it a row in kernels/selfcheck"
+    assert tuple(dict.fromkeys(op.name for op in OPS)) == OP_NAMES, "give it a row in kernels/selfcheck"
+
+
+def test_dtypes_have_tolerances() -> None:
+    assert all(op.tolerance.keys() == {*DTYPES} for op in OPS)
 
 
 WRITING = ("write_kv", "copy_blocks", "copy_tokens", "repeat_kv_heads_step", "select_blocks")
@@ -78,7 +78,7 @@ def test_what_is_a_little_off_is_found(dtype: torch.dtype) -> None:
 
 def test_a_fault_of_one_operation_is_not_laid_upon_another() -> None:
     for name in OP_NAMES:
-        right: Any = SimpleNamespace(**{each: getattr(ReferenceOps(), each) for each in [*OP_NAMES, *PREPARING]})
+        right: Any = SimpleNamespace(**{each: getattr(ReferenceOps(), each) for each in [*OP_NAMES, *NO_OPERATIONS]})
         setattr(right, name, getattr(Off(), name))
         assert [verdict.op for verdict in check_ops(right, torch.float32, CPU) if verdict.fault] == [
             op.full_name for op in OPS if op.name == name

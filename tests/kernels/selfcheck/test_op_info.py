@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.ops import DTYPES
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.selfcheck.op_db import OPS, markdown
-from kernels.selfcheck.op_info import DTYPES
 from tests.kernels.backend_matrix import LAYOUTS, ROWS, SPECS
 from tests.kernels.brute_force import visible_in_case
 from tools.bench import kernel_inputs

@@ -12,7 +12,7 @@ import torch
 
 from kernels.backends import REFERENCE
 from server.models.errors import ModelError
-from server.models.formats.mmap import map_bytes, read_bytes
+from server.models.formats.mmap import map_bytes
 from server.models.load import load_model
 from server.models.weights import Safetensors, WeightsConfig
 from tests.kernels.backend_matrix import BACKENDS
@@ -109,17 +109,3 @@ def test_tensors_of_every_kind_of_place_and_type(tmp_path: Path) -> None:
         stored.get("g", (1,))
     with pytest.raises(ModelError, match="'a' is of type U8: of quantized"):
         stored.get("a", (3,))
-
-
-def test_what_is_read_stays_when_the_file_changes(file: Path, tmp_path: Path) -> None:
-    expected = file.read_bytes()[40_001:65_536]
-    read = read_bytes(file, 40_001, 25_535)
-    with file.open("r+b") as opened:
-        opened.write(bytes(65_536))
-        opened.truncate(50_000)
-    assert read.numpy().tobytes() == expected
-    assert read_bytes(file, 7, 0).numel() == 0
-    with pytest.raises(ModelError, match=r"cannot read .*file: it is cut off"):
-        read_bytes(file, 40_001, 25_535)
-    with pytest.raises(ModelError, match=r"cannot read .*there: No such file"):
-        read_bytes(tmp_path / "there", 0, 1)

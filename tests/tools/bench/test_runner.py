@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from config.errors import SettingsError
-from server.profiling.running import RunError
 from tools.bench import runner
 from tools.bench.runner import (
     Case,
@@ -27,6 +26,7 @@ from tools.bench.runner import (
     estimate_median,
     run_cases,
 )
+from tools.server_process import RunError
 
 TABLE = Table("t", base="a")
 STEP, SPEED = Row("step", "ms"), Row("speed", "tokens/s", lower_is_better=False)

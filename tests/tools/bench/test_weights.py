@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 from config.settings import load_settings
 from server.engine.build import build_engine
 from server.engine.device import WEIGHT_FORMATS
-from server.evaluation.corpus.packing import MarkedAnswer
 from server.evaluation.documents import Document
+from server.evaluation.pieces import MarkedAnswer
 from tests.models.random_models import save_random_model
 from tests.models.rounded_weights import round_weights
 from tools.bench.__main__ import FAILED, main

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from server.evaluation.corpus.packing import BOS_ID, EOS_ID
+from tools.train.corpus.packing import BOS_ID, EOS_ID
 from tools.train.export import export_model, load_exported
 
 DIRECTORY = Path(__file__).parents[3] / "server" / "models" / "tiny"

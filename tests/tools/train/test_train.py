@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from server.evaluation.corpus.packing import RECORDS, Mix, pack
-from server.evaluation.corpus.words import HELD_OUT_NAMES
+from tools.train.corpus.packing import RECORDS, Mix, pack
+from tools.train.corpus.words import HELD_OUT_NAMES
 from tools.train.induction_init import init_induction_heads
 from tools.train.measure import compute_recall
 from tools.train.model import Llama, LlamaShape

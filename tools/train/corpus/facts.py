@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from server.evaluation.corpus import words
-from server.evaluation.corpus.templates import fill
-from server.evaluation.corpus.words import Lexicon, Person
+from tools.train.corpus import words
+from tools.train.corpus.templates import fill
+from tools.train.corpus.words import Lexicon, Person
 
 Draw = Callable[[Random, Sequence[Person]], str]
 

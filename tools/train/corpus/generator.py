@@ -1,6 +1,6 @@
 """Generates stories, records (facts such as who keeps what where, and later questions about them) and chats.
 
-A `DocumentGenerator` is an endless, seeded source of documents. A document is a list of `DocumentPiece`s, which mark
+A `DocumentGenerator` is an endless, seeded source of documents. A document is a list of `TextPiece`s, which mark
 the characters that state or answer a fact. Lengths are in characters; packing.py tokenizes.
 """
 
@@ -8,14 +8,14 @@ import heapq
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum, auto
 from random import Random
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
-from server.evaluation.corpus import plots, smalltalk, words
-from server.evaluation.corpus.facts import Fact, draw_fact
-from server.evaluation.corpus.templates import choose, expand
-from server.evaluation.corpus.words import Lexicon, Person
+from server.evaluation.pieces import END, PieceKind, TextPiece
+from tools.train.corpus import plots, smalltalk, words
+from tools.train.corpus.facts import Fact, draw_fact
+from tools.train.corpus.templates import choose, expand
+from tools.train.corpus.words import Lexicon, Person
 
 T = TypeVar("T")
 
@@ -27,21 +27,7 @@ ASKED_TWICE_SHARE = 0.5  # share of facts with a second question, if there is ro
 SHORT_RECORD = 1500  # a record with fewer characters gets more facts, so that it has answers
 
 
-class PieceKind(Enum):
-    TEXT = auto()
-    VALUE = auto()  # a fact's value where it is first stated, which cannot be predicted
-    ANSWER = auto()  # a fact's value as an answer, which can be found earlier in the text
-    END = auto()  # the end token of a document, without text
-
-
-class DocumentPiece(NamedTuple):
-    text: str
-    kind: PieceKind = PieceKind.TEXT
-    fact: int = -1  # for a VALUE or ANSWER, the index of its fact among those of the document; else -1
-
-
-Document = list[DocumentPiece]
-END = DocumentPiece("", PieceKind.END)
+Document = list[TextPiece]
 
 
 def join_text(document: Document) -> str:
@@ -104,7 +90,7 @@ class DocumentGenerator:
         return list(cast.values())
 
     def _write_story(self, slots: Mapping[str, str]) -> Document:
-        return [DocumentPiece(" ".join(self._sentences(slots))), END]
+        return [TextPiece(" ".join(self._sentences(slots))), END]
 
     def _sentences(self, slots: Mapping[str, str]) -> Iterator[str]:
         # A story contains each aside at most once, or a model would learn to loop.
@@ -149,22 +135,22 @@ class DocumentGenerator:
         if kind == "story":
             slots = self._slots(*self._hero_and_friend())
             return [
-                DocumentPiece(f"Q: {expand(rng, rng.choice(smalltalk.STORY_REQUESTS), slots)}\nA: "),
+                TextPiece(f"Q: {expand(rng, rng.choice(smalltalk.STORY_REQUESTS), slots)}\nA: "),
                 *self._write_story(slots),
             ]
         pairs = smalltalk.GREETINGS if kind == "greeting" else smalltalk.PLAIN_QUESTIONS
         question, answer = rng.choice(pairs)
-        return [DocumentPiece(f"Q: {choose(rng, question)}\nA: {choose(rng, answer)}"), END]
+        return [TextPiece(f"Q: {choose(rng, question)}\nA: {choose(rng, answer)}"), END]
 
     def _make_facts_chat(self) -> Document:
         facts = self._facts(self.draw_cast(3), self.rng.randint(1, 5))
-        document = [DocumentPiece("Q: ")]
+        document = [TextPiece("Q: ")]
         for index, fact in enumerate(facts):
-            document += [*_make_pieces(fact.statement, fact, index, PieceKind.VALUE), DocumentPiece(" ")]
+            document += [*_make_pieces(fact.statement, fact, index, PieceKind.VALUE), TextPiece(" ")]
         index = self.rng.randrange(len(facts))
         answer = self.rng.choice(facts[index].answers)
         document += [
-            DocumentPiece(f"{facts[index].question}\nA: "),
+            TextPiece(f"{facts[index].question}\nA: "),
             *_make_pieces(answer, facts[index], index, PieceKind.ANSWER),
             END,
         ]
@@ -200,7 +186,7 @@ class DocumentGenerator:
 def _make_pieces(sentence: str, fact: Fact, index: int, kind: PieceKind) -> Document:
     """Return the sentence as pieces: the text before "@", the fact's value with a space before it, and the rest."""
     before, after = sentence.split(" @")
-    return [DocumentPiece(before), DocumentPiece(f" {fact.value}", kind, index), DocumentPiece(after)]
+    return [TextPiece(before), TextPiece(f" {fact.value}", kind, index), TextPiece(after)]
 
 
 class _Record:
@@ -228,10 +214,10 @@ class _Record:
             elif self.rng.random() < self.fact_share:
                 self._state_fact()
             else:
-                self._add(DocumentPiece(next(filler)))
+                self._add(TextPiece(next(filler)))
         return [*self.document, END]
 
-    def _add(self, *pieces: DocumentPiece) -> None:
+    def _add(self, *pieces: TextPiece) -> None:
         self.document += pieces
         self.position += sum(len(piece.text) for piece in pieces)
 
@@ -242,9 +228,7 @@ class _Record:
         index = len(self.facts)
         self.facts.append(fact)
         before = self.rng.choice(("", "", "", "Remember this: ", "Everybody knew it: ", "Note: "))
-        self._add(
-            DocumentPiece(before), *_make_pieces(fact.statement, fact, index, PieceKind.VALUE), DocumentPiece(" ")
-        )
+        self._add(TextPiece(before), *_make_pieces(fact.statement, fact, index, PieceKind.VALUE), TextPiece(" "))
         self._plan_questions(index)
 
     def _plan_questions(self, index: int) -> None:
@@ -274,22 +258,20 @@ class _Record:
         answer = _make_pieces(rng.choice(fact.answers), fact, index, PieceKind.ANSWER)
         form = rng.randrange(4)
         if form == 0:
-            self._add(DocumentPiece(f"\nQ: {fact.question}\nA: "), *answer, END)
+            self._add(TextPiece(f"\nQ: {fact.question}\nA: "), *answer, END)
         elif form == 1:
-            self._add(DocumentPiece(f"\n{fact.question} "), *answer, DocumentPiece("\n"))
+            self._add(TextPiece(f"\n{fact.question} "), *answer, TextPiece("\n"))
         elif form == 2:
             # Choose speakers whom the fact does not name: otherwise their names would give the answer away.
             spoken_of = {*re.findall(r"\w+", fact.statement), fact.value}
             asking, telling = rng.sample([p for p in self.cast if p.name not in spoken_of], 2)
-            spoken = [*answer[:-1], DocumentPiece(answer[-1].text.removesuffix(".") + ",")]
+            spoken = [*answer[:-1], TextPiece(answer[-1].text.removesuffix(".") + ",")]
             self._add(
-                DocumentPiece(f'"{fact.question}" asked {asking.name}. "'),
+                TextPiece(f'"{fact.question}" asked {asking.name}. "'),
                 *spoken,
-                DocumentPiece(f'" said {telling.name}. '),
+                TextPiece(f'" said {telling.name}. '),
             )
         else:
             # mark the sentence as a repetition: otherwise a model would learn to repeat sentences
             again = rng.choice(("As before: ", "Do not forget: "))
-            self._add(
-                DocumentPiece(again), *_make_pieces(fact.answers[-1], fact, index, PieceKind.ANSWER), DocumentPiece(" ")
-            )
+            self._add(TextPiece(again), *_make_pieces(fact.answers[-1], fact, index, PieceKind.ANSWER), TextPiece(" "))

@@ -6,11 +6,12 @@ from functools import cache
 
 import pytest
 
-from server.evaluation.corpus import facts, plots, smalltalk, words
-from server.evaluation.corpus.generator import Document, DocumentGenerator, PieceKind, join_text
-from server.evaluation.corpus.packing import BOS_ID, EOS_ID, WEIGHTS, Mix, PackedRows, pack
-from server.evaluation.corpus.templates import expand
-from server.evaluation.corpus.words import HELD_OUT, TRAIN
+from server.evaluation.pieces import PieceKind
+from tools.train.corpus import facts, plots, smalltalk, words
+from tools.train.corpus.generator import Document, DocumentGenerator, join_text
+from tools.train.corpus.packing import BOS_ID, EOS_ID, WEIGHTS, Mix, PackedRows, pack
+from tools.train.corpus.templates import expand
+from tools.train.corpus.words import HELD_OUT, TRAIN
 from tools.train.tokenizer import sample_texts, train_tokenizer
 
 _SLOT = re.compile(r"\\\$\w+")
