@@ -28,8 +28,10 @@ def make_anchor(heading: str) -> str:
 
 
 def find_anchors(file: Path) -> set[str]:
-    lines = CODE_BLOCK.sub("", file.read_text()).splitlines()
-    return {make_anchor(line.lstrip("#")) for line in lines if line.startswith("#")}
+    """Return the anchors of a document: those of its headings, and those that it sets for links to an earlier place."""
+    text = CODE_BLOCK.sub("", file.read_text())
+    headings = {make_anchor(line.lstrip("#")) for line in text.splitlines() if line.startswith("#")}
+    return headings | set(re.findall(r'<a id="([\w-]+)"></a>', text))
 
 
 def find_broken_links(file: Path) -> Iterator[str]:
@@ -50,7 +52,9 @@ def test_links_lead_somewhere(file: Path) -> None:
 
 def test_broken_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# A `page`\n[1](page.md#a-page) [2](#nowhere) [3](gone.md) [4](https://example.org)\n")
+    page.write_text(
+        '# A `page`\n<a id="old"></a>[1](page.md#a-page) [2](#nowhere) [3](gone.md) [4](https://a.org) [5](#old)\n'
+    )
     assert list(find_broken_links(page)) == ["#nowhere", "gone.md"]
 
 
