@@ -28,10 +28,9 @@ def make_anchor(heading: str) -> str:
 
 
 def find_anchors(file: Path) -> set[str]:
-    """Return the anchors of a document: those of its headings, and those that it sets for links to an earlier place."""
     text = CODE_BLOCK.sub("", file.read_text())
     headings = {make_anchor(line.lstrip("#")) for line in text.splitlines() if line.startswith("#")}
-    return headings | set(re.findall(r'<a id="([\w-]+)"></a>', text))
+    return headings | set(re.findall(r'<a id="([\w-]+)"></a>', text))  # where what a link led to has moved away
 
 
 def find_broken_links(file: Path) -> Iterator[str]:
