@@ -169,7 +169,7 @@ class SamplingRequest(Body):
         description="the same seed draws the same noise, whatever else runs; choice i is drawn with seed + i; -1: "
         "random, as in vLLM; default: random",
     )
-    n: int = Field(1, ge=1, le=128, description="number of choices of each prompt")
+    n: int = Field(1, ge=1, le=128, description="number of choices of each prompt, which is computed once")
     stop: Stop = Field(
         default_factory=list,
         description="the text ends before any of these strings, at most max_stop_strings (setting); an echoed prompt "
