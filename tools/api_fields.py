@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from server.api.http.json_body import Body, is_refusing
+from server.api.http.json_body import Body, RefusingValidator
 from server.api.openai.chat import ChatRequest
 from server.api.openai.completions import CompletionRequest
 from server.api.openai.conversation import Message, Rendering
@@ -139,7 +139,8 @@ def _find_table(model: type[Body], name: str) -> str | None:
     """Return which of the two tables of all bodies has a field; None if it has an effect."""
     if _get_key(model, name) in model.no_effect_fields:
         return WITHOUT_EFFECT
-    return ONE_VALUE if is_refusing(model.model_fields[name]) else None
+    is_refusing = any(isinstance(mark, RefusingValidator) for mark in model.model_fields[name].metadata)
+    return ONE_VALUE if is_refusing else None
 
 
 def _get_key(model: type[Body], name: str) -> str:

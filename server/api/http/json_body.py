@@ -288,7 +288,7 @@ class Body(BaseModel):
         named = {field.alias or name: field for name, field in cls.model_fields.items()}
         cls.integer_fields = frozenset(name for name, field in named.items() if _is_integer(field.annotation))
         cls.integer_list_fields = frozenset(name for name, field in named.items() if _has_integers(field.annotation))
-        useful = [name for name, field in named.items() if not is_refusing(field)]
+        useful = [name for name, field in named.items() if not _is_refusing(field)]
         cls.suggested_fields = {name: name for name in useful} | dict(cls.foreign_names)
 
     @model_validator(mode="before")
@@ -321,8 +321,7 @@ def _get_read_mode(field: FieldInfo) -> ReadAs:
     return next((mark for mark in field.metadata if isinstance(mark, ReadAs)), ReadAs.VALUE)
 
 
-def is_refusing(field: FieldInfo) -> bool:
-    """Return whether a field takes only values without effect."""
+def _is_refusing(field: FieldInfo) -> bool:
     return any(isinstance(mark, RefusingValidator) for mark in field.metadata)
 
 
