@@ -26,7 +26,7 @@ from kernels.ops import Ops
 ENTRY_POINT_GROUP = "kvmux.cache_strategies"
 
 HOW_TO_CHANGE = (
-    "change the class as docs/guide/strategies.md says under 'From version 2 to 3', and set its "
+    "change the class as docs/guide/writing_a_strategy.md says under 'From version 2 to 3', and set its "
     f"interface_version = {INTERFACE_VERSION}"
 )
 

@@ -52,7 +52,9 @@ def test_links_lead_somewhere(file: Path) -> None:
 
 def test_broken_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# A `page`\n[1](page.md#a-page) [2](#nowhere) [3](gone.md) [4](https://example.org)\n")
+    page.write_text(
+        '# A `page`\n<a id="old"></a>[1](page.md#a-page) [2](#nowhere) [3](gone.md) [4](https://a.org) [5](#old)\n'
+    )
     assert list(find_broken_links(page)) == ["#nowhere", "gone.md"]
 
 

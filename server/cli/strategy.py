@@ -12,7 +12,7 @@ from server.cli.parser import Commands, add_command, add_command_group
 
 DESCRIPTION = """\
 For authors of plug-ins: classes of KV-cache strategies, and scorers of keys for the strategy `compressed`.
-docs/guide/strategies.md describes how to write them."""
+docs/guide/writing_a_strategy.md describes how to write them."""
 
 CHECK_DESCRIPTION = """\
 Checks whether a class keeps the promises of its kind, and says in words which it breaks. The class is imported from

@@ -148,7 +148,7 @@ def describe_instance(core: Core, declared: DeclaredInstance) -> dict[str, Any]:
 
 
 def describe_caches(engine: Engine) -> list[dict[str, Any]]:
-    """Return the instances for GET /v1/kv_cache, as docs/reference/api.md describes them.
+    """Return the instances for GET /v1/kv_cache, as docs/operations/administration.md describes them.
 
     The contract names the properties that a strategy guarantees, such as `exact`. An instance whose state is "disabled"
     has a reason only.

@@ -1,4 +1,4 @@
-"""docs/guide/strategies.md says of each field of a contract what reads it and what checks it."""
+"""docs/guide/strategy_contract.md says of each field of a contract what reads it and what checks it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from cache_strategies.types import CacheUsage, Contract
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "guide" / "strategies.md").read_text()
-SECTION = PAGE.partition("### The contract\n")[2].partition("\n## ")[0]
+PAGE = (ROOT / "docs" / "guide" / "strategy_contract.md").read_text()
+SECTION = PAGE.partition("## The contract\n")[2].partition("\n## ")[0]
 LINES = [line for line in SECTION.splitlines() if line.startswith("| `")]
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES]
 

@@ -1,4 +1,4 @@
-"""The plug-ins of docs/guide/strategies.md: a strategy and an eviction policy, installed by their entry points."""
+"""docs/guide/writing_a_strategy.md: its strategy and its eviction policy work, installed by their entry points."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cache_strategies import plugins
 from cache_strategies.eviction import load_policy
 from server.llm import LLM
 
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "strategies.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "writing_a_strategy.md"
 STRATEGIES = {
     "mine": {"kind": "my_strategy"},
     "mru": {"kind": "paged", "eviction": "mru", "block_size": 8},

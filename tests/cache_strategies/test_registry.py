@@ -74,7 +74,7 @@ def test_a_plug_in_for_another_version_is_refused_with_what_to_change(
         assert load_kind("mine") is cls
         return
     words = rf"{cls.__name__} is written for version {version} of the interface, and this server has version 3: change"
-    with pytest.raises(SettingsError, match=rf"{words} the class as docs/guide/strategies.md says"):
+    with pytest.raises(SettingsError, match=rf"{words} the class as docs/guide/writing_a_strategy.md says"):
         load_kind("mine")
 
 

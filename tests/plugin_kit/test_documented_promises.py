@@ -1,4 +1,4 @@
-"""docs/guide/strategies.md lists every promise of strategies and scorers, in the words of the report."""
+"""docs/guide/writing_a_strategy.md lists every promise of strategies and scorers, in the words of the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from plugin_kit.scorers.promises import PROMISES as SCORER_PROMISES
 from plugin_kit.strategies import PROMISES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "strategies.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "writing_a_strategy.md").read_text()
 TABLES = [
     dict(re.findall(r"^\| (.*?) \| (.*?) \|$", table, re.MULTILINE))
     for table in re.findall(r"\| promise \| what holds \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE)

@@ -35,7 +35,7 @@ def model_params(names: Sequence[str] = tuple(REAL_MODELS)) -> Iterator[Paramete
 
 def read_texts() -> dict[str, str]:
     """Return real texts of three kinds: a licence, documentation and a program."""
-    files = {"licence": "LICENSE", "documentation": "docs/guide/strategies.md", "program": "server/llm.py"}
+    files = {"licence": "LICENSE", "documentation": "docs/guide/writing_a_strategy.md", "program": "server/llm.py"}
     return {kind: (ROOT / file).read_text() for kind, file in files.items()}
 
 

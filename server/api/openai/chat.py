@@ -83,12 +83,12 @@ from server.text.tool_parsers.message_grammar import MessageKind, MessageOutline
 class ChatRequest(GenerationRequest, Rendering):
     """Body of POST /v1/chat/completions."""
 
-    messages: Messages = Field(min_length=1)
+    messages: Messages = Field(min_length=1, description="the conversation so far")
     max_tokens: MaxTokens = Field(None, description="the older name of max_completion_tokens")
     max_completion_tokens: MaxTokens = Field(
-        None, description="most tokens to generate; default and -1: as many as fit the context"
+        None, description="most tokens to generate; -1: no limit; default: as many as fit the context"
     )
-    logprobs: bool = False
+    logprobs: bool = Field(False, description="return log-probabilities of tokens")
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="number of alternatives to each token; above 0 only with logprobs: true"
     )
@@ -97,12 +97,21 @@ class ChatRequest(GenerationRequest, Rendering):
     )
     modalities: Annotated[LongList[str], allow_only(["text"])] = Field(default=["text"])
     tool_choice: ToolChoiceField | None = Field(
-        None, validate_default=True, description="whether the model may call tools; default: auto if there are tools"
+        None,
+        validate_default=True,
+        description="whether the model may, must or must not call tools; an object names functions; default: auto with "
+        "tools, none without",
     )
-    parallel_tool_calls: bool = Field(True, description="whether a message may have several tool calls")
-    include_reasoning: bool = Field(True, description="return the model's reasoning, if it writes one")
+    parallel_tool_calls: bool = Field(True, description="false: return only the first call of a message")
+    include_reasoning: bool = Field(
+        True, description="return the model's reasoning apart from the content; false: leave it out"
+    )
     thinking_token_budget: int | None = Field(
-        None, ge=0, lt=INT64, description="most tokens of reasoning, which is ended then; default: any number"
+        None,
+        ge=0,
+        lt=INT64,
+        description="most tokens of reasoning, which is ended then, as in vLLM; of models whose markers of reasoning "
+        "are tokens of their own; default: any number",
     )
     functions: Annotated[list[Any], allow_only([], instead="use tools, which replace it")] = Field(default_factory=list)
     function_call: Annotated[Any, allow_only("none", "auto", instead="use tool_choice, which replaces it")] = "none"

@@ -93,18 +93,32 @@ Prompts = Annotated[
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: Prompts = Field(description="a text or token ids, or a list of either")
+    prompt: Prompts = Field(
+        description="a text or token ids, or a list of either; choice c of prompt p has the index p × n + c"
+    )
     max_tokens: MaxTokens = Field(
-        16, description="most tokens to generate; 0: only compute the prompt, -1: as many as fit the context"
+        16,
+        description="most tokens to generate; 0: only compute the prompt, -1: as many as fit the context, as in "
+        "llama.cpp",
     )
     best_of: int | None = Field(
-        None, ge=1, le=128, description="number of choices to generate; the n likeliest of them are returned"
+        None,
+        ge=1,
+        le=128,
+        description="number of choices to generate, of which the n with the highest mean log-probability are returned, "
+        "best first; all count in usage; in a stream it is n; default: n",
     )
-    echo: bool = Field(False, description="begin the text with the prompt")
+    echo: bool = Field(
+        False, description="begin the text with the prompt; with logprobs, the prompt's tokens have theirs, too"
+    )
     logprobs: int | None = Field(
         None, ge=0, le=5, description="return log-probabilities of tokens, with this many alternatives"
     )
-    suffix: str = Field("", description="text after the completion, for models that fill in the middle")
+    suffix: str = Field(
+        "",
+        description="text after the completion, for models that fill in the middle; only with a prompt that is a text, "
+        "and not with echo",
+    )
     add_special_tokens: bool = Field(True, description="add the special tokens that the model expects around a text")
     reasoning_effort: Ignored[str] = None
 

@@ -111,17 +111,19 @@ def _check_not_reserved(variables: dict[str, Any]) -> dict[str, Any]:
 class Function(Body):
     path_prefix = "messages.tool_calls.function."
 
-    name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_parse_arguments, json_schema_input_type=str | dict[str, Any])]
+    name: str = Field(description="name of the function")
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(_parse_arguments, json_schema_input_type=str | dict[str, Any])
+    ] = Field(description="arguments of the call, as an object or as its text in JSON")
     parsed_arguments: Ignored[Any] = None
 
 
 class AssistantToolCall(Body):
     path_prefix = "messages.tool_calls."
 
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: Function
+    id: str | None = Field(None, description="id of the call")
+    type: Literal["function"] = Field("function", description="what is called")
+    function: Function = Field(description="the called function")
     index: Ignored[int] = None  # position in a streamed response, which clients send back
 
 
@@ -130,13 +132,19 @@ class Message(Body):
 
     path_prefix = "messages."
 
-    role: str = Field(min_length=1, max_length=MAX_NAME_LENGTH)
-    content: Content | None = Field(None, description="a text, or parts of the type text")
-    name: str | None = None
-    reasoning_content: str | None = None
+    role: str = Field(
+        min_length=1, max_length=MAX_NAME_LENGTH, description="who wrote the message; the chat template knows the roles"
+    )
+    content: Content | None = Field(None, description="a text, or a list of parts of the type text or refusal")
+    name: str | None = Field(None, description="given to the chat template")
+    reasoning_content: str | None = Field(None, description="the reasoning before an assistant's message")
     reasoning: str | None = Field(None, description="another name of reasoning_content")
-    tool_calls: LongList[AssistantToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_calls: LongList[AssistantToolCall] | None = Field(
+        None, description="calls in an assistant's message, as the response had them"
+    )
+    tool_call_id: str | None = Field(
+        None, description="id of the call that a message of the role tool answers; required there"
+    )
     prefix: Annotated[bool, allow_only(False, instead="use continue_final_message")] = Field(False, exclude=True)
     audio: Unsupported = None
     function_call: Unsupported = None
@@ -205,11 +213,14 @@ class Rendering(Body):
         False, description="end the prompt within the last message, which the model continues"
     )
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_not_reserved)] = Field(
-        default_factory=dict, description="variables of the chat template, such as enable_thinking"
+        default_factory=dict,
+        description="variables of the chat template, such as enable_thinking; default: the setting "
+        "default_chat_template_kwargs",
     )
     tools: Tools = Field(default_factory=list, description="functions that the model may call")
     documents: LongList[dict[str, Any]] | None = Field(
-        None, description="documents to answer from, for chat templates that write them into the prompt"
+        None,
+        description="documents to answer from, for chat templates that write them into the prompt; others refuse them",
     )
     reasoning_effort: str | None = Field(
         None,

@@ -122,31 +122,51 @@ class SamplingRequest(Body):
     """Fields that say how tokens are drawn, and where a text ends."""
 
     temperature: float = Field(1.0, ge=0, le=2, description="0: always the likeliest token")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="draw from the likeliest tokens that together have this probability"
+    )
     top_k: int = Field(0, ge=-1, lt=INT64, description="draw from the k likeliest tokens; 0 and -1: from all")
-    min_p: float = Field(0.0, ge=0, le=1)
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="draw from tokens that are at least this times as likely as the likeliest one"
+    )
     frequency_penalty: float = Field(
-        0.0, ge=-2, le=2, description="subtracted from a token's logit for each time it was drawn before"
+        0.0,
+        ge=-2,
+        le=2,
+        description="subtracted from a token's logit for each time it was drawn before; the prompt does not count",
     )
     presence_penalty: float = Field(
-        0.0, ge=-2, le=2, description="subtracted from the logits of tokens that were drawn before"
+        0.0, ge=-2, le=2, description="subtracted from the logits of tokens that were drawn before, likewise"
     )
     repetition_penalty: float = Field(
         1.0, gt=0, le=10, description="above 1: tokens that are in the prompt or the output become less likely"
     )
     logit_bias: LogitBias = Field(
-        default_factory=dict, description="numbers to add to the logits of tokens, by token id"
+        default_factory=dict,
+        description="numbers to add to the logits of tokens, by token id: up to 1,024, from -100 to 100",
     )
     allowed_token_ids: AllowedTokens = Field(
-        default_factory=list, description="only these tokens are drawn; default: all"
+        default_factory=list,
+        description="only these tokens are drawn, whatever their bias; if none of them ends the text, max_tokens does; "
+        "default: all",
     )
     seed: int | None = Field(
-        None, ge=-INT64, lt=UINT64, description="seed of choice 0; choice i has seed + i; default and -1: random"
+        None,
+        ge=-INT64,
+        lt=UINT64,
+        description="the same seed draws the same noise, whatever else runs; choice i is drawn with seed + i; -1: "
+        "random, as in vLLM; default: random",
     )
-    n: int = Field(1, ge=1, le=128, description="number of choices")
-    stop: Stop = Field(default_factory=list, description="strings, each of which ends the text")
+    n: int = Field(1, ge=1, le=128, description="number of choices of each prompt, which is computed once")
+    stop: Stop = Field(
+        default_factory=list,
+        description="the text ends before any of these strings, at most max_stop_strings (setting); an echoed prompt "
+        "is not searched",
+    )
     stop_token_ids: list[int] = Field(
-        default_factory=list, max_length=128, description="ids of tokens that end the text"
+        default_factory=list,
+        max_length=128,
+        description="ids of tokens that end the text, also with ignore_eos; stop_reason of the choice names the token",
     )
     include_stop_str_in_output: bool = Field(
         False, description="the text includes the stop string or stop token that ended it"
@@ -155,7 +175,7 @@ class SamplingRequest(Body):
         0,
         ge=0,
         lt=INT64,
-        description="number of tokens to generate before stop tokens and strings can end the text",
+        description="number of tokens to generate, up to max_tokens, before stop tokens and strings can end the text",
     )
     ignore_eos: bool = Field(False, description="go on after an end-of-sequence token")
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
@@ -191,20 +211,27 @@ class CacheRequest(Body):
     kv_cache: str | None = Field(
         None,
         max_length=MAX_NAME_LENGTH,
-        description="name of a KV-cache strategy instance, as in GET /v1/kv_cache",
+        description="name of a KV-cache strategy instance, as in GET /v1/kv_cache; default: by header, model, rules or "
+        "default_strategy",
     )
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="only requests with the same salt share what is cached"
     )
-    skip_reading_prefix_cache: bool = Field(False, description="compute the whole prompt, even if it is cached")
+    skip_reading_prefix_cache: bool = Field(
+        False, description="compute the whole prompt, even if it is cached, as in vLLM"
+    )
     kv_cache_priority: int = Field(
-        0, ge=0, le=100, description="priority of the blocks that the request leaves cached: higher ones stay longer"
+        0,
+        ge=0,
+        le=100,
+        description="priority of the blocks that the request leaves cached: higher ones stay longer; at most "
+        "max_kv_cache_priority (setting)",
     )
     kv_cache_ttl: Duration | None = Field(
         None,
         gt=0,
         description="time after which the blocks that the request leaves cached are evicted first: seconds, or a text "
-        "such as '10m'",
+        "such as '10m'; default: the instance's ttl",
     )
     kv_cache_reference: str | None = Field(
         None,
@@ -231,7 +258,7 @@ class SpeculativeConfig(Body):
 
     path_prefix = "speculative_config."
 
-    method: Literal["ngram"] = "ngram"
+    method: Literal["ngram"] = Field("ngram", description="prompt lookup, the only method")
     num_speculative_tokens: int = Field(ge=0, le=MAX_DRAFT_TOKENS, description="most draft tokens in a step; 0: none")
     prompt_lookup_max: int = Field(
         3, ge=1, le=64, description="most tokens of the n-gram at the text's end that is searched for in the text"
@@ -256,18 +283,26 @@ class GenerationRequest(SamplingRequest, StructuredRequest, CacheRequest, Withou
 
     model: str = Field(
         "",
-        description="the model's name, or name:instance to choose a KV-cache strategy too; missing or empty: the "
-        "model that is served",
+        description="the model's name, one of its aliases, or name:instance to choose a KV-cache strategy, too; "
+        "default: the model that is served",
     )
-    stream: bool = False
+    stream: bool = Field(False, description="send the response as server-sent events; the last one is [DONE]")
     stream_options: StreamOptions | None = Field(
         None, description="options of a streamed response; only with stream: true"
     )
-    priority: int = Field(0, ge=-(2**31), lt=2**31, description="requests with lower numbers run first")
-    prompt_logprobs: int | None = Field(
-        None, ge=0, le=20, description="return log-probabilities of the prompt's tokens, with this many alternatives"
+    priority: int = Field(
+        0, ge=-(2**31), lt=2**31, description="requests with lower numbers run first; at least min_priority (setting)"
     )
-    return_token_ids: bool = Field(False, description="return the token ids of the prompt and the output")
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="return log-probabilities of the prompt's tokens, with this many alternatives: in each choice, of "
+        "a chat beside the choices",
+    )
+    return_token_ids: bool = Field(
+        False, description="return the token ids of each choice, and those of the prompt where prompt_logprobs are"
+    )
     return_tokens_as_token_ids: bool = Field(
         False, description="in log-probabilities, write tokens as token_id:5 instead of their text"
     )
@@ -275,13 +310,19 @@ class GenerationRequest(SamplingRequest, StructuredRequest, CacheRequest, Withou
         None, ge=1, lt=INT64, description="keep only this many tokens of the prompt, the last ones"
     )
     speculative_config: SpeculativeConfig | None = Field(
-        None, description="speculative decoding; default: as in the server's settings"
+        None, description="draft tokens, looked up in the text; default: the setting num_speculative_tokens"
     )
-    timings_per_token: bool = Field(False, description="return the speed so far in each chunk, as llama.cpp's server")
+    timings_per_token: bool = Field(
+        False, description="return the speed so far (timings) in each chunk and in a whole response, as in llama.cpp"
+    )
     return_progress: bool = Field(
-        False, description="begin a stream with chunks that tell how much of the prompt is computed, as in llama.cpp"
+        False,
+        description="begin a stream with chunks that tell how much of the prompt is computed (prompt_progress), as in "
+        "llama.cpp; only with stream: true",
     )
-    request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="becomes part of the response's id")
+    request_id: str | None = Field(
+        None, pattern=r"^[!-~]{1,128}$", description="becomes part of the response's id; up to 128 printable characters"
+    )
 
     @field_validator("stream_options")
     @classmethod

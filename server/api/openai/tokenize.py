@@ -32,7 +32,9 @@ class TokenizeRequest(Rendering):
 
     model: str | None = Field(None, description="name of the model; default: the model that is served")
     prompt: str | None = Field(None, description="a text to tokenize; not with messages")
-    messages: Messages | None = Field(None, min_length=1, validate_default=True)
+    messages: Messages | None = Field(
+        None, min_length=1, validate_default=True, description="the messages of a chat; not with a prompt"
+    )
     add_special_tokens: bool | None = Field(
         None, description="add the model's special tokens; default: true for a prompt, false for messages"
     )
@@ -50,7 +52,7 @@ class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
     model: str | None = Field(None, description="name of the model; default: the model that is served")
-    tokens: TokenIds
+    tokens: TokenIds = Field(description="token ids; as many as the context has, or 65,536")
 
 
 class ApplyTemplateRequest(ChatRequest):

@@ -19,7 +19,10 @@ MAX_LISTED_PREFIXES = 500  # maximum number of nodes that are listed of an insta
 
 
 def describe_prefixes(core: Core) -> dict[str, Any]:
-    """Return the trees of cached prefixes of all instances that can list them, as docs/reference/api.md says."""
+    """Return the trees of cached prefixes of all instances that can list them.
+
+    docs/operations/administration.md describes them.
+    """
     instances = {
         name: _describe_tree(instance)
         for name, instance in core.instances.items()

@@ -24,7 +24,10 @@ SHORTEST_TEXT = 256  # tokens of the shortest text for which it is computed how 
 
 
 def describe_live(engine: Engine) -> dict[str, Any]:
-    """Return the state of an engine as docs/reference/api.md describes it, in objects that can be compared by key."""
+    """Return the state of an engine, in objects that can be compared by key.
+
+    docs/operations/administration.md describes them.
+    """
     core = engine.core
     scheduler = core.scheduler
     listed = [*scheduler.running, *scheduler.waiting][:MAX_LISTED_REQUESTS]

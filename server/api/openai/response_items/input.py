@@ -45,11 +45,11 @@ TEXT_TYPES = ("input_text", "output_text", "text")  # types of parts of a messag
 class ResponseTool(Body):
     path_prefix = "tools."
 
-    type: Literal["function"]
-    name: str = Field(pattern=TOOL_NAME)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="whether a grammar holds calls to the schemas")
+    type: Literal["function"] = Field(description="the only type of tools that a model can call")
+    name: str = Field(pattern=TOOL_NAME, description="name of its own among the tools")
+    description: str | None = Field(None, description="what the function does, for the model")
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments, which are an object")
+    strict: bool | None = Field(None, description="whether a grammar holds calls to the schemas of all tools")
     # How OpenAI's servers offer a function to programs and searches of theirs, and what such a program reads
     allowed_callers: Ignored[list[Any]] = None
     defer_loading: Ignored[bool] = None
@@ -82,7 +82,9 @@ def _skip_other_tools(value: Any, info: ValidationInfo) -> Any:
 class ReasoningOptions(Body):
     path_prefix = "reasoning."
 
-    effort: str | None = Field(None, max_length=64)
+    effort: str | None = Field(
+        None, max_length=64, description="given to the chat template as the variable reasoning_effort"
+    )
     summary: Ignored[str] = None
     generate_summary: Ignored[str] = None
 
@@ -92,10 +94,10 @@ class TextFormat(Body):
 
     path_prefix = "text.format."
 
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    description: str | None = None
+    type: Literal["text", "json_object", "json_schema"] = Field(description="what the text is")
+    name: str | None = Field(None, description="no effect")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="the schema of the text")
+    description: str | None = Field(None, description="no effect")
     strict: Ignored[bool] = None
 
     def make_response_format(self) -> dict[str, Any]:
@@ -109,7 +111,10 @@ class TextFormat(Body):
 class TextOptions(Body):
     path_prefix = "text."
 
-    format: TextFormat = Field(default_factory=lambda: TextFormat(type="text"))
+    format: TextFormat = Field(
+        default_factory=lambda: TextFormat(type="text"),
+        description="as response_format of a chat, with name and schema beside the type; default: any text",
+    )
     verbosity: Ignored[str] = None
 
 
@@ -311,17 +316,24 @@ class ResponseRequest(GenerationRequest):
         "reasoning_effort": "reasoning.effort",
     }
 
-    input: Annotated[InputChat, PlainValidator(_check_input, json_schema_input_type=str | list[Any])]
-    instructions: str | None = Field(None, description="a message of the system before the input")
+    input: Annotated[InputChat, PlainValidator(_check_input, json_schema_input_type=str | list[Any])] = Field(
+        description="a text, or a list of items; the items of a response may be sent back as they came"
+    )
+    instructions: str | None = Field(None, description="a message of the role system before the input")
     max_output_tokens: int | None = Field(
         None, ge=1, lt=INT64, description="most tokens to generate; default: as many as fit the context"
     )
-    tools: Annotated[list[ResponseTool], BeforeValidator(_skip_other_tools)] = Field(default_factory=list)
-    tool_choice: Annotated[Any, PlainValidator(_check_choice)] = None
-    parallel_tool_calls: bool = True
-    reasoning: ReasoningOptions | None = None
-    text: TextOptions = Field(default_factory=TextOptions)
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[ResponseTool], BeforeValidator(_skip_other_tools)] = Field(
+        default_factory=list, description="functions that the model may call"
+    )
+    tool_choice: Annotated[Any, PlainValidator(_check_choice)] = Field(
+        None,
+        description="as in chats, with the name of a function beside the type; default: auto with tools, none without",
+    )
+    parallel_tool_calls: bool = Field(True, description="false: return only the first call of a message")
+    reasoning: ReasoningOptions | None = Field(None, description="how the model reasons")
+    text: TextOptions = Field(default_factory=TextOptions, description="what the text is")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template, as in chats")
     # Fields of other endpoints that a response has no place for
     n: Annotated[int, allow_only(1)] = 1
     explain: Annotated[bool, allow_only(False)] = False

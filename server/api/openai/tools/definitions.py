@@ -54,11 +54,19 @@ def check_tool_type(tool: Any) -> None:
 class FunctionDefinition(Body):
     path_prefix = "tools.function."
 
-    name: str = Field(pattern=TOOL_NAME)
-    description: str | None = Field(None, max_length=MAX_DESCRIPTION_LENGTH)
-    parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = Field(default_factory=dict)
-    returns: dict[str, Any] | None = Field(None, alias="return")  # as transformers' get_json_schema() writes it
-    strict: bool | None = Field(None, description="whether a grammar holds calls to the schemas")
+    name: str = Field(
+        pattern=TOOL_NAME, description="name of its own among the tools: letters, digits and _ - . : /, up to 128"
+    )
+    description: str | None = Field(
+        None, max_length=MAX_DESCRIPTION_LENGTH, description="what the function does, for the model"
+    )
+    parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = Field(
+        default_factory=dict, description="JSON schema of the arguments, which are an object"
+    )
+    returns: dict[str, Any] | None = Field(
+        None, alias="return", description="JSON schema of the result, for the chat template"
+    )  # as transformers' get_json_schema() writes it
+    strict: bool | None = Field(None, description="whether a grammar holds calls to the schemas of all tools")
 
 
 class Tool(Body):
@@ -66,8 +74,8 @@ class Tool(Body):
 
     path_prefix = "tools."
 
-    type: Literal["function"]
-    function: FunctionDefinition
+    type: Literal["function"] = Field(description="the only type of tools")
+    function: FunctionDefinition = Field(description="the function, which the chat template gets as it is written here")
     cache_control: Ignored[dict[str, Any]] = None
     _written: dict[str, Any] = PrivateAttr(default_factory=dict)
 
