@@ -224,10 +224,10 @@ def test_a_strategy_that_cannot_tell_fails_the_question_alone(
 ) -> None:
     driver = Driver(tiny)
 
-    def broken() -> None:
+    def broken(instance: object) -> None:
         raise ValueError("no idea")
 
-    monkeypatch.setattr(driver.core.instances["paged"], "usage", broken)
+    monkeypatch.setattr("server.engine.info.read_usage", broken)
     server = FakeEngineServer((0, Query(7, question)), (0, greedy("r", random_prompt(9))))
     run_until(driver, server, ends=1)
     (answer,) = [message for message in server.heard[0] if isinstance(message, Answer)]

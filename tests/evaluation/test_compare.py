@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from config.errors import SettingsError
 from server.engine.build import Engine
+from server.engine.instance_reports import read_usage
 from server.evaluation.compare import Fidelity, compare
 from server.evaluation.documents import Document
 from server.evaluation.pieces import MarkedAnswer
@@ -36,7 +37,7 @@ def _documents(*lengths: int) -> list[Document]:
 def _read(engine: Engine, documents: list[Document], row_tokens: int) -> dict[str, Fidelity]:
     caches = [engine.core.instances[name] for name in NAMES]
     results = compare(engine.core.model, caches, documents, row_tokens=row_tokens)
-    assert all(cache.usage().seats == 0 for cache in caches)
+    assert all(read_usage(cache).seats == 0 for cache in caches)
     return dict(zip(NAMES, results, strict=True))
 
 
