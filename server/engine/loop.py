@@ -24,12 +24,12 @@ from server.engine.info import (
     read_engine_state,
     summarize_engine,
 )
+from server.engine.ipc.answers import compute_answer
 from server.engine.ipc.messages import (
     Answer,
     Cancel,
     Command,
     ControlRollout,
-    Failed,
     FromEngine,
     Observed,
     Profile,
@@ -214,16 +214,7 @@ class Loop:
         return msgspec.structs.replace(cached, query_id=query_id)
 
     def _compute_answer(self, query_id: int, payload: Question | Command) -> Answer:
-        """Compute an answer; if a strategy's code raises, the answer is an error and the engine goes on."""
-        created_at = monotonic()
-        try:
-            return Answer(query_id, self._compute_body(payload), created_at=created_at)
-        except RequestError as error:
-            return Answer(query_id, b"", error.to_message(), created_at)
-        except Exception:
-            log.exception("failed to answer %s", payload if isinstance(payload, str) else type(payload).__name__)
-            failed = Failed("", 500, "the engine failed to answer; the server's log has the cause")
-            return Answer(query_id, b"", failed, created_at)
+        return compute_answer(query_id, payload, lambda: self._compute_body(payload))
 
     def _compute_body(self, payload: Question | Command) -> bytes:
         match payload:

@@ -39,13 +39,6 @@ class Estimate(NamedTuple):
         """Return the figure for JSON; None stands for what is infinite or unknown."""
         return {key: number if math.isfinite(number) else None for key, number in self._asdict().items()}
 
-    def __str__(self) -> str:
-        return f"{_format(self.value)} ({_format(self.low)} to {_format(self.high)})"
-
-
-def _format(number: float) -> str:
-    return "infinite" if math.isinf(number) else f"{number:.3g}"
-
 
 # ---------------------------------------------------------------- quantiles of distributions
 def normal_quantile(confidence: float) -> float:

@@ -9,16 +9,14 @@ import asyncio
 import contextlib
 import logging
 import os
-from time import monotonic
 from typing import Any
 
 import msgspec
 
 from config.settings import Settings
+from server.engine.ipc.answers import compute_answer
 from server.engine.ipc.messages import (
-    Answer,
     ControlRollout,
-    Failed,
     FromEngine,
     Hello,
     RolloutAnswer,
@@ -30,7 +28,6 @@ from server.engine.ipc.messages import (
     ToEngine,
 )
 from server.engine.ipc.socket_client import EngineSocket
-from server.engine.scheduling.request import RequestError
 from server.processes.child_process import STOP_SIGNAL
 from server.processes.heartbeat import Heartbeat
 from server.rollouts.rollouts import Rollouts
@@ -89,8 +86,9 @@ class Controller:
                 self._rollouts.roll_back_unusable(unusable)
                 self._rollouts.observe(fidelities, records)
             case RolloutQuestion(worker, query_id, query):
-                answer = RolloutAnswer(worker, self._answer(query_id, query))
-                return [*self.update(), answer]  # so that what a command has changed holds once it is answered
+                answer = compute_answer(query_id, query, lambda: msgspec.json.encode(self._run(query)))
+                # What a command has changed holds before it is answered
+                return [*self.update(), RolloutAnswer(worker, answer)]
         return self.update()
 
     def disconnect(self) -> None:
@@ -107,17 +105,6 @@ class Controller:
             return []
         self._sent = msgspec.structs.replace(splits, rolled_back=[])
         return [splits]
-
-    def _answer(self, query_id: int, query: RolloutQuery) -> Answer:
-        created_at = monotonic()
-        try:
-            return Answer(query_id, msgspec.json.encode(self._run(query)), created_at=created_at)
-        except RequestError as error:
-            return Answer(query_id, b"", error.to_message(), created_at)
-        except Exception:
-            log.exception("failed to answer %s", query if isinstance(query, str) else type(query).__name__)
-            failed = Failed("", 500, "the answer about roll-outs failed; the server's log has the cause")
-            return Answer(query_id, b"", failed, created_at)
 
     def _run(self, query: RolloutQuery) -> dict[str, Any]:
         match query:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from server.engine.scheduling.assignment import compute_position
 from server.engine.scheduling.request import RequestError
+from server.engine.scheduling.selection import compute_position
 from tests.rollouts.rollout_driver import BAD_KL, RolloutDriver, make_fidelity, make_record
 
 ROLLOUT: dict[str, Any] = {

@@ -5,12 +5,12 @@ Knows names, rules and the shares of roll-outs; no strategy. Keeps no state of r
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from config.settings import SelectionRule
 from server.engine.ipc.messages import Split, Submit
-from server.engine.scheduling.assignment import is_canary, is_shadowed
 from server.engine.scheduling.request import RequestError
 
 
@@ -151,3 +151,23 @@ def find_fallback(name: str, instances: Availability, num_prompt_tokens: int, ma
 def find_conversation(submit: Submit) -> str:
     """Return what is equal for requests that are served alike: without a conversation, all choices of a prompt."""
     return submit.conversation or submit.sibling_of or submit.request_id
+
+
+# ---------------------------------------------------------------- shares of roll-outs
+# A conversation has the same number from 0 to 1 in every stage, process and restart. It is served by the candidate if
+# the number is below the share, so it stays with the candidate as the share grows.
+def compute_position(purpose: str, rollout: str, key: str) -> float:
+    """Return a number from 0 to below 1, evenly distributed over keys; other purposes and roll-outs give others."""
+    text = "\0".join((purpose, rollout, key)).encode(errors="surrogatepass")
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2**53  # 53 bits: a float below 1 without rounding
+
+
+def is_canary(rollout: str, conversation: str, share: float) -> bool:
+    """Return whether the candidate of a roll-out serves a conversation, at a share from 0 to 1."""
+    return compute_position("canary", rollout, conversation) < share
+
+
+def is_shadowed(rollout: str, request: str, share: float) -> bool:
+    """Return whether a request also runs under the candidate, at a share from 0 to 1. Independent of `is_canary`."""
+    return compute_position("shadow", rollout, request) < share
