@@ -214,7 +214,7 @@ class Loop:
         return msgspec.structs.replace(cached, query_id=query_id)
 
     def _compute_answer(self, query_id: int, payload: Question | Command) -> Answer:
-        return compute_answer(query_id, payload, lambda: self._compute_body(payload))
+        return compute_answer(query_id, payload, monotonic(), lambda: self._compute_body(payload))
 
     def _compute_body(self, payload: Question | Command) -> bytes:
         match payload:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -86,7 +87,7 @@ class Controller:
                 self._rollouts.roll_back_unusable(unusable)
                 self._rollouts.observe(fidelities, records)
             case RolloutQuestion(worker, query_id, query):
-                answer = compute_answer(query_id, query, lambda: msgspec.json.encode(self._run(query)))
+                answer = compute_answer(query_id, query, monotonic(), lambda: msgspec.json.encode(self._run(query)))
                 # What a command has changed holds before it is answered
                 return [*self.update(), RolloutAnswer(worker, answer)]
         return self.update()

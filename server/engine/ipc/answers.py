@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from time import monotonic
 
 from server.engine.ipc.messages import Answer, Failed, QueryPayload
 from server.engine.scheduling.request import RequestError
@@ -12,9 +11,11 @@ from server.engine.scheduling.request import RequestError
 log = logging.getLogger(__name__)
 
 
-def compute_answer(query_id: int, query: QueryPayload, compute: Callable[[], bytes]) -> Answer:
-    """Return the answer whose body `compute` returns, or one with the error that it raises; log an unexpected one."""
-    created_at = monotonic()
+def compute_answer(query_id: int, query: QueryPayload, created_at: float, compute: Callable[[], bytes]) -> Answer:
+    """Return the answer whose body `compute` returns, or one with the error that it raises; log an unexpected one.
+
+    `created_at`: the time now, as in Answer.
+    """
     try:
         return Answer(query_id, compute(), created_at=created_at)
     except RequestError as error:
