@@ -65,7 +65,7 @@ class Status:
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
-        self.calls, self.disabled = None, dict[str, str]()
+        self.calls, self.disabled, self.has_rollouts = None, dict[str, str](), False
 
     def send(self, message: dict[str, Any]) -> None:
         self.told.append(message)
