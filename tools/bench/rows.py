@@ -201,7 +201,8 @@ def read_results(
     for row in rows:
         value = compute_value(row, results, alone)
         missing = "workload a has no results" if row.measure == "slowdown" else "its streams never all decoded at once"
-        yield Reading(row.describe(), value, compute_limit(row, speeds, kv_bytes), missing if value is None else "")
+        limit = compute_limit(row, speeds, kv_bytes)
+        yield Reading(row.describe(), value, limit, missing if value is None else "", is_by_chance=value is None)
 
 
 def compute_value(row: BenchmarkRow, results: Results, alone: Results = ()) -> float | None:

@@ -73,6 +73,7 @@ class Reading:
     limit: float | None = None  # the best possible value on this machine, measured in the same minute
     reason: str = ""
     background_load: float | None = None  # of other processes meanwhile; None: the runner measures it
+    is_by_chance: bool = False  # whether there is no value by chance: another turn may have one
     variant: str = ""  # if variants are measured together, and take no turns
 
 
@@ -171,7 +172,7 @@ def run_cases(cases: Iterable[Case], effort: Effort, show_status: ShowStatus) ->
 def _take_turns(case: Case, subject: Any, effort: Effort, show_status: ShowStatus) -> Iterator[Sample | Failure]:
     """Measure the variants in turns, in reverse order in every second one, as other work disturbs the machine.
 
-    A variant without any value has no further turns.
+    A variant without any value has no further turns, unless that is by chance.
     """
     turns = min(effort.turns, case.max_turns or effort.turns)
     left = list(case.variants)
@@ -186,7 +187,7 @@ def _take_turns(case: Case, subject: Any, effort: Effort, show_status: ShowStatu
                 continue
             if turn > 0:
                 yield from (Sample(case.table, each.variant or variant, turn, each) for each in readings)
-            if readings and all(each.value is None for each in readings):
+            if readings and all(each.value is None and not each.is_by_chance for each in readings):
                 left.remove(variant)
 
 

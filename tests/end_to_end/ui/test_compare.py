@@ -121,7 +121,7 @@ def test_a_hostile_prompt_appears_as_text(browser: Browser, server: Server, view
             page.get_by_role("radio", name="Completion").check()
             page.get_by_role("textbox", name="Prompt", exact=True).fill(HOSTILE)
             page.get_by_text("All other parameters").click()
-            page.get_by_label("echo").select_option("true")
+            page.get_by_role("combobox", name=re.compile("^echo")).select_option("true")
             page.get_by_role("button", name="Send").click()
             text = page.get_by_role("group", name="Choice 0")
             expect(text).to_contain_text("<script>document.title = 'owned'</script>")

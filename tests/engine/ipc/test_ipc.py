@@ -29,7 +29,7 @@ from server.processes.framing import WireError
 from tests.api.fake_engine import HELLO
 from tests.patience import PATIENCE
 
-SUBMIT = Submit("r-0", [1, 2, 3], SamplingParams(5, seed=2**63 - 1), "paged", None, None, -3)
+SUBMIT = Submit("r-0", [1, 2, 3], SamplingParams(5, seed=2**63 - 1), "paged", "header", -3)
 EVENTS: list[FromEngine] = [
     HELLO,
     Admitted("r", "paged", "default", 4),
@@ -227,8 +227,8 @@ def test_nothing_is_sent_over_a_connection_that_is_closing(server: EngineServer,
     async def use() -> None:
         async with SocketClient(socket_path) as client:
             await ready(client)
-            assert client._connection is not None
-            client._connection.transport.close()
+            assert client._socket._connection is not None
+            client._socket._connection.transport.close()
             with pytest.raises(EngineLost):
                 async with client.stream([SUBMIT]):
                     pass

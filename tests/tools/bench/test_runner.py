@@ -134,6 +134,11 @@ def test_a_variant_without_values_has_no_further_turns() -> None:
 
 
 # ---------------------------------------------------------------- background load
+def test_a_value_that_is_missing_by_chance_is_measured_in_the_next_turn() -> None:
+    found = run(Case("it", TABLE, lambda *_: [Reading(STEP, None, is_by_chance=True)], "a"), turns=3)
+    assert len(found) == 3
+
+
 def test_a_disturbed_measurement_is_repeated_and_the_quietest_attempt_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure_with_loads(*loads: float, **more: Any) -> tuple[float | None, float | None]:
         left = iter(loads)
