@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
@@ -42,19 +43,19 @@ UPDATE_SECONDS = 0.1  # between two looks whether a stage has lasted long enough
 
 def run(settings: Settings, socket_path: str, heartbeat: Heartbeat) -> None:
     """Control the roll-outs of the engine at `socket_path` until STOP_SIGNAL."""
-    rollouts = Rollouts(settings, RolloutStore(choose_rollouts_file(settings)))
+    clock = ServingClock()
+    rollouts = Rollouts(settings, RolloutStore(choose_rollouts_file(settings)), clock)
     rollouts.restore()
     try:
-        asyncio.run(control(rollouts, socket_path, heartbeat))
+        asyncio.run(control(Controller(rollouts, clock), socket_path, heartbeat))
     finally:
         rollouts.close()
 
 
-async def control(rollouts: Rollouts, socket_path: str | os.PathLike[str], heartbeat: Heartbeat) -> None:
+async def control(controller: Controller, socket_path: str | os.PathLike[str], heartbeat: Heartbeat) -> None:
     """Exchange messages with the engine until STOP_SIGNAL."""
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(STOP_SIGNAL, stopping.set)
-    controller = Controller(rollouts)
     socket = EngineSocket(socket_path, lambda event: _send(socket, controller.handle(event)), controller.disconnect)
     connecting = asyncio.create_task(socket.stay_connected())
     while not stopping.is_set():
@@ -70,19 +71,44 @@ def _send(socket: EngineSocket, messages: list[ToEngine]) -> None:
         socket.send(*messages)  # without a connection, `handle` sends all that matters again after the next Hello
 
 
+class ServingClock:
+    """A clock that stands still while no engine is connected: a stage lasts as long as it is served."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._counted = 0.0  # seconds until it was last stopped
+        self._started: float | None = None  # None: it stands still
+
+    @property
+    def is_running(self) -> bool:
+        return self._started is not None
+
+    def __call__(self) -> float:
+        return self._counted + (0.0 if self._started is None else self._clock() - self._started)
+
+    def start(self) -> None:
+        if self._started is None:
+            self._started = self._clock()
+
+    def stop(self) -> None:
+        self._counted, self._started = self(), None
+
+
 class Controller:
     """Turns the engine's messages into what the engine is told."""
 
-    def __init__(self, rollouts: Rollouts) -> None:
+    def __init__(self, rollouts: Rollouts, clock: ServingClock) -> None:
+        """Control roll-outs, whose clock runs while an engine is connected."""
         self._rollouts = rollouts
-        self._is_connected = False
+        self._clock = clock
         self._sent: SetSplits | None = None  # the last one on this connection
 
     def handle(self, event: FromEngine) -> list[ToEngine]:
         """Return the answers to an event of the engine."""
         match event:
             case Hello():
-                self._is_connected, self._sent = True, None
+                self._clock.start()
+                self._sent = None
             case RolloutSamples(records, fidelities, unusable):
                 self._rollouts.roll_back_unusable(unusable)
                 self._rollouts.observe(fidelities, records)
@@ -94,13 +120,13 @@ class Controller:
 
     def disconnect(self) -> None:
         """Note that the engine has ended."""
-        self._is_connected = False
+        self._clock.stop()
 
     def update(self) -> list[ToEngine]:
         """Let stages advance whose time has come; return how to divide requests from now on, if that has changed."""
-        self._rollouts.update()
-        if not self._is_connected:
+        if not self._clock.is_running:
             return []
+        self._rollouts.update()
         splits = self._rollouts.list_splits()
         if splits == self._sent:
             return []

@@ -100,13 +100,20 @@ class RolloutDriver:
     """The roll-outs of a server that stands still, with an endless supply of requests."""
 
     def __init__(
-        self, rng: random.Random, rollouts: Mapping[str, Any] | None = None, file: Path | None = None, **settings: Any
+        self,
+        rng: random.Random,
+        rollouts: Mapping[str, Any] | None = None,
+        file: Path | None = None,
+        *,
+        clock: Callable[[], float] | None = None,
+        **settings: Any,
     ) -> None:
+        """Start with the roll-outs of settings; `clock` measures stages, by default the driver's own."""
         self.clock = Clock()
         self.rng = rng
         given: dict[str, Any] = {"strategies": INSTANCES, "rollouts": rollouts or {}, "default_strategy": "paged"}
         self.settings = Settings(model="tiny", **(given | settings))
-        self.rollouts = Rollouts(self.settings, RolloutStore(file), self.clock, self.clock)
+        self.rollouts = Rollouts(self.settings, RolloutStore(file), clock or self.clock, self.clock)
         self.rollouts.restore()
         self._number = 0
 

@@ -17,8 +17,8 @@ from server.engine.ipc.messages import (
     Split,
     StartRollout,
 )
-from server.rollouts.process import Controller
-from tests.rollouts.rollout_driver import RolloutDriver, make_fidelity
+from server.rollouts.process import Controller, ServingClock
+from tests.rollouts.rollout_driver import Clock, RolloutDriver, make_fidelity
 from tests.rollouts.test_rollouts import ROLLOUT
 
 HELLO = Hello("tiny", [], 100, 10, [])
@@ -31,7 +31,7 @@ def driver(rng: random.Random) -> RolloutDriver:
 
 @pytest.fixture
 def controller(driver: RolloutDriver) -> Controller:
-    return Controller(driver.rollouts)
+    return Controller(driver.rollouts, ServingClock(driver.clock))
 
 
 def test_every_engine_is_told_at_once_and_again_only_of_changes(controller: Controller) -> None:
@@ -88,3 +88,23 @@ def test_candidates_without_requests_are_rolled_back(controller: Controller) -> 
     (told,) = controller.handle(RolloutSamples(unusable=["small"]))
     assert isinstance(told, SetSplits)
     assert (told.splits, told.rolled_back) == ([], ["r"])
+
+
+def test_a_stage_does_not_pass_while_there_is_no_engine(rng: random.Random) -> None:
+    clock = Clock()
+    serving = ServingClock(clock)
+    driver = RolloutDriver(rng, {"r": ROLLOUT}, clock=serving)
+    controller = Controller(driver.rollouts, serving)
+    controller.handle(HELLO)
+    driver.serve(100)
+    clock.now += 59
+    controller.disconnect()
+    clock.now += 10_000
+    assert controller.update() == []
+    assert driver.show()["elapsed_seconds"] == 59
+    controller.handle(HELLO)
+    assert driver.show()["state"] == "shadow"
+    clock.now += 1
+    (told,) = controller.update()
+    assert isinstance(told, SetSplits)
+    assert driver.show()["state"] == "canary"
