@@ -42,6 +42,11 @@ Results = Sequence[Mapping[str, Any]]  # the JSON output of `kvmux bench`
 KV_BYTES = 512 << 20  # bytes of KV memory
 MAX_SEQ_LEN = 2176  # tokens, enough for the longest workload
 BENCHMARKS, PERFORMANCE, PICTURE = "benchmarks.md", "performance.md", "img/growth.png"
+MISSING = {  # why results may lack what a measure is computed from; answers are short in tests only
+    "decode": "its answers came in one piece",
+    "slowdown": "its answers came in one piece, or workload a has no results",
+    "step": "its streams never all decoded at once",
+}
 PROFILES = {shape: f"kvmux profile, {shape.name}" for shape in (QWEN, LLAMA)}
 
 
@@ -200,22 +205,21 @@ def read_results(
     """Yield the readings of the rows of a workload; `alone` are the results of workload a, for "slowdown" rows."""
     for row in rows:
         value = compute_value(row, results, alone)
-        missing = "workload a has no results" if row.measure == "slowdown" else "its streams never all decoded at once"
         limit = compute_limit(row, speeds, kv_bytes)
-        yield Reading(row.describe(), value, limit, missing if value is None else "", is_by_chance=value is None)
+        reason = MISSING.get(row.measure, "") if value is None else ""
+        yield Reading(row.describe(), value, limit, reason, is_by_chance=value is None)
 
 
 def compute_value(row: BenchmarkRow, results: Results, alone: Results = ()) -> float | None:
-    """Return a row's value; None if the streams of a "step" never all decoded at once, or without `alone`."""
+    """Return a row's value; None if the results do not have what it is computed from (MISSING)."""
     result = find_result(results, row)
+    gap = compute_mean_gap(result)
     match row.measure:
         case "decode":
-            return 1e3 / float(result["itl_ms"]["mean"])
-        case "slowdown" if not alone:
-            return None
+            return None if gap is None else 1e3 / gap
         case "slowdown":
-            short = find_result(alone, replace(row, phase=None))
-            return float(short["itl_ms"]["mean"]) / float(result["itl_ms"]["mean"])
+            short = compute_mean_gap(find_result(alone, replace(row, phase=None))) if alone else None
+            return None if gap is None or short is None else short / gap
         case "prefill":
             return float(result["prompt_tokens"] / result["requests"]) * 1e3 / float(result["ttft_ms"]["p50"])
         case "ttft":
@@ -229,6 +233,12 @@ def compute_value(row: BenchmarkRow, results: Results, alone: Results = ()) -> f
             alone_speeds = [float(each["tokens_per_second"]) for each in results if each["strategy"] != row.strategy]
             return float(result["tokens_per_second"]) / fmean(alone_speeds)
     raise AssertionError(row.measure)
+
+
+def compute_mean_gap(result: Mapping[str, Any]) -> float | None:
+    """Return the mean time between two tokens in milliseconds; None if each answer came in one piece."""
+    gaps = result["itl_ms"]
+    return None if gaps is None else float(gaps["mean"])
 
 
 def find_result(results: Results, row: BenchmarkRow) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench import __main__ as command
 from tools.bench import peers
 from tools.bench.limits import Speeds
+from tools.bench.rows import MISSING
 from tools.peers.programs import ServerProgram, StartCommand
 from tools.peers.servers import OURS
 
@@ -50,8 +51,8 @@ def test_kvmux_is_measured_beside_a_server_that_does_not_start(
     assert {each["what"] for each in ours} == {row.what for row in rows}
     for each in ours:
         assert each["limit"] is not None
-        if each["unit"] == "ms" and each["value"] is None:  # the first of such short answers may end early
-            assert each["reason"] == "its streams never all decoded at once"
+        if each["value"] is None:  # such short answers may end early, or come in one piece
+            assert each["reason"] in MISSING.values()
         else:
             assert each["value"] > 0, each["reason"]
     assert len(ours) == 2 * len(rows)

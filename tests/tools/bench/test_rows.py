@@ -129,6 +129,20 @@ def test_peers_are_compared_in_the_rows_that_all_servers_have() -> None:
     assert peers.compute_needs(["f"]) == ServerNeeds(1, 8192 + 256 + 8 + peers.SPARE_TOKENS)
 
 
+def test_a_value_that_results_cannot_give_is_missing_for_a_reason() -> None:
+    """An answer may come in one piece, as one of incomplete characters does: no time between tokens is known then."""
+    whole = {"strategy": "paged", "phase": None, "itl_ms": None, "full_batch_itl_ms": None}
+    for measure in ("decode", "slowdown", "step"):
+        [reading] = rows.read_results([row(measure)], [whole], [whole], SPEEDS, KV)
+        assert reading.value is None
+        assert reading.reason
+        assert reading.is_by_chance
+    apart = {**whole, "itl_ms": {"mean": 4.0}, "full_batch_itl_ms": {"p50": 5.0}}
+    found = [rows.compute_value(row(each), [apart], [apart]) for each in ("decode", "slowdown", "step")]
+    assert found == [250.0, 1.0, 5.0]
+    assert rows.compute_value(row("slowdown"), [apart]) is None, "workload a has no results"
+
+
 # -------------------------------------------------------------------- the command
 @pytest.mark.apart
 def test_a_real_server_is_measured(
