@@ -20,8 +20,8 @@ from server.evaluation.documents import (
 )
 from server.evaluation.pieces import SpecialTokens
 from server.models.files.directory import EMBEDDED
+from tests.evaluation.held_out_names import HELD_OUT_NAMES, TRAINING_NAMES
 from tests.models.random_models import byte_tokenizer
-from tools.train.corpus.words import HELD_OUT_NAMES, TRAIN
 
 TINY = Tokenizer.from_file(str(EMBEDDED["tiny"] / "tokenizer.json"))
 PLAIN = byte_tokenizer(300)  # puts nothing before a text
@@ -133,9 +133,9 @@ def test_records_speak_of_held_out_names_and_stories_do_not(tokenizer: Tokenizer
         tokenizer.decode([token for d in make(tokenizer, marks, 1024, 4, "a seed") for token in d.ids])
         for make in (make_records, make_stories)
     )
-    assert any(name in held_out for name in HELD_OUT_NAMES.girls + HELD_OUT_NAMES.boys)
-    assert not any(f" {name} " in train for name in HELD_OUT_NAMES.girls + HELD_OUT_NAMES.boys)
-    assert any(name in train for name in TRAIN.girls + TRAIN.boys)
+    assert any(name in held_out for name in HELD_OUT_NAMES)
+    assert not any(f" {name} " in train for name in HELD_OUT_NAMES)
+    assert any(name in train for name in TRAINING_NAMES)
 
 
 def test_new_phrasings_are_used_on_request(tokenizer: Tokenizer) -> None:

@@ -1,1 +1,0 @@
-"""Generates documents with known answers: stories, records of facts that are asked for later, and chats."""
