@@ -1,8 +1,8 @@
 """Reads the texts that come with `kvmux evaluate`: stories and chats, and records of facts that are asked for later.
 
 texts.jsonl.gz has one text a line: a JSON array of its kind and its pieces. A string is plain text, [value, fact]
-states a fact, [value, fact, true] answers with it, and null is the end of a text. The texts are this project's own:
-`python -m tools.train.write_texts` wrote the file.
+states a fact, [value, fact, true] answers with it, and null is the end of a text. The texts are this project's own
+(docs/laboratory/embedded_model.md).
 """
 
 from __future__ import annotations
@@ -44,16 +44,3 @@ def parse_piece(entry: Any) -> TextPiece:
             return TextPiece(value, PieceKind.ANSWER, fact)
         case text:
             return TextPiece(text)
-
-
-def format_piece(piece: TextPiece) -> Any:
-    """Return the entry that `parse_piece` reads."""
-    match piece.kind:
-        case PieceKind.END:
-            return None
-        case PieceKind.VALUE:
-            return [piece.text, piece.fact]
-        case PieceKind.ANSWER:
-            return [piece.text, piece.fact, True]
-        case _:
-            return piece.text

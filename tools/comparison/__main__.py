@@ -9,10 +9,11 @@ import platform
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ from tools.bench.report import read_processor_name
 from tools.comparison.fidelity import evaluate
 from tools.comparison.measure import SCRAPE_INTERVAL, CellMeter
 from tools.comparison.plan import Plan
-from tools.comparison.record import Record, RecordError
-from tools.comparison.report import make_page
+from tools.comparison.report import ReportSetup, make_page
 from tools.comparison.results import Comparison
 from tools.prometheus import PromQLError, find_tool, make_config, run_prometheus
 from tools.server_process import RunError, run_server, sigterm_as_ctrl_c
@@ -43,8 +43,8 @@ from tools.strategies_file import format_strategies
 DESCRIPTION = """\
 Starts a server with all strategies and a Prometheus that scrapes it, and loads it under one strategy after another, at
 each prompt length and batch size, with the client of `kvmux bench`. Then measures by `kvmux evaluate` how far each
-strategy is from exact caching. Writes report.html: which strategy suits which load, and why, with plots and all
-figures. What is measured is kept in the folder --out, so the same command goes on after an interruption."""
+strategy is from exact caching. Writes report.html (which strategy suits which load, and why, with all figures) and
+results.json into the folder --out, also when it is interrupted."""
 
 EPILOG = """\
 examples:
@@ -53,12 +53,11 @@ examples:
   make compare ARGS="--config kvmux.toml --prompt-tokens 4096 --batch 1 8 32 --kv-memory 4GiB"
 """
 
-REPORT = "report.html"
-RETENTION = "100y"  # of Prometheus' data: figures can be asked for again at any time
+REPORT, RESULTS = "report.html", "results.json"
 MORE_STRATEGIES = ("paged:kv_dtype=int8", "compressed:budget=0.25")  # beside every kind with its default options
 SERVER_FLAGS = ("model", "dtype", "device", "threads", "weights", "kv_memory")  # settings that are flags here, too
 USER_ERROR, INTERRUPTED = 2, 130  # exit statuses
-USER_ERRORS = (SettingsError, RecordError, RunError, ServerError, ListingError, PromQLError, httpx.HTTPError, OSError)
+USER_ERRORS = (SettingsError, RunError, ServerError, ListingError, PromQLError, httpx.HTTPError, OSError)
 # Settings of a file that do not concern a comparison: who may do what, and which requests an instance gets.
 EXCLUDED_SETTINGS = {
     "strategies",
@@ -87,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"make compare: {error}", file=sys.stderr)
             return USER_ERROR
         except KeyboardInterrupt:  # also SIGTERM; the started processes have ended by now
-            command = "the same command, without --restart," if options.restart else "the same command"
-            print(f"make compare: interrupted; {command} goes on from {options.out}", file=sys.stderr)
+            print(f"make compare: interrupted; what was measured is in {options.out}", file=sys.stderr)
             return INTERRUPTED
     print(page)
     return 0
@@ -124,7 +122,6 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="folder of the results (default: %(default)s)",
     )
-    add("--restart", action="store_true", help="forget what an earlier run has measured in that folder")
     settings = parser.add_argument_group("settings of the server, as for `kvmux serve`")
     settings.add_argument("--config", type=Path, metavar="FILE", help="settings file, with instances of your own")
     for name in SERVER_FLAGS:
@@ -142,22 +139,6 @@ class Setup:
     strategies: Mapping[str, StrategySettings]
     plan: Plan
 
-    def describe(self) -> dict[str, Any]:
-        """Return what has to be equal for a run to go on."""
-        plan = self.plan
-        return {
-            "model": self.settings.model,
-            "versions": describe_versions(),
-            "settings": self.server_settings(),
-            "strategies": self.instances(),
-            "prompt_tokens": list(plan.prompt_lengths),
-            "batch": list(plan.batches),
-            "max_tokens": plan.max_tokens,
-            "seconds": plan.seconds,
-            "rounds": plan.rounds,
-            "seed": plan.seed,
-        }
-
     def instances(self) -> dict[str, dict[str, Any]]:
         """Return kind, share of the memory and options of each strategy, by name."""
         return {
@@ -173,30 +154,28 @@ class Setup:
 
 
 def compare(options: argparse.Namespace) -> Path:
-    """Measure what is not measured yet; return the report's path. Raises the errors that `main` prints."""
+    """Measure all cells and the fidelity; return the report's path. Raises the errors that `main` prints."""
     find_tool("prometheus")
     setup = make_setup(options)
-    record = Record.open(options.out, setup.describe(), restart=options.restart)
+    results = Comparison(setup.plan, options.max_kl)
+    lengths = [] if options.no_fidelity else setup.plan.prompt_lengths
+    options.out.mkdir(parents=True, exist_ok=True)
     page: Path = options.out / REPORT
-    lengths = [] if options.no_fidelity else [n for n in setup.plan.prompt_lengths if record.lacks_fidelity(n)]
-    with make_progress_bar() as bars:
-        num_cells = len(list(setup.plan.cells()))
-        task = bars.add_task("starting", total=num_cells + len(lengths))
+    try:
+        with make_progress_bar() as bars:
+            task = bars.add_task("starting", total=len(list(setup.plan.cells())) + len(lengths))
 
-        def show_status(text: str) -> None:
-            bars.update(task, description=text)
+            def show_status(text: str) -> None:
+                bars.update(task, description=text, completed=len(results.cells) + len(results.fidelity))
 
-        try:
-            for done in iter_measured(setup, record, options.out, show_status):
-                bars.update(task, completed=done)
+            measure_cells(setup, results, show_status)
             for length in lengths:
                 show_status(f"fidelity at {length:,} tokens")
-                total = length + setup.plan.max_tokens
-                record.set_fidelity(length, evaluate(make_evaluate_flags(options, setup), total))
-                bars.advance(task)
-        finally:
-            if record.results:
-                page.write_text(make_page(make_results(setup, record, options)), encoding="utf-8")
+                measure_fidelity(results, make_evaluate_flags(options, setup), length)
+    finally:
+        if results.cells:
+            page.write_text(make_page(results, describe_setup(setup)), encoding="utf-8")
+            (options.out / RESULTS).write_text(json.dumps(results.as_json(), indent=2) + "\n")
     return page
 
 
@@ -212,36 +191,35 @@ def make_setup(options: argparse.Namespace) -> Setup:
     return Setup(settings, wanted, strategies, plan)
 
 
-def iter_measured(setup: Setup, record: Record, out: Path, show_status: Callable[[str], None]) -> Iterator[int]:
-    """Measure all cells that are not in the record; yield the number of cells in it after each."""
-    cells = list(setup.plan.cells())
-    left = [cell for cell in cells if cell not in record.results]
-    yield len(cells) - len(left)
-    if not left:
-        return
-    folder = out / "prometheus"
-    folder.mkdir(exist_ok=True)
+def measure_cells(setup: Setup, results: Comparison, show_status: Callable[[str], None]) -> None:
+    """Start a server and a Prometheus, and measure all cells."""
     token = secrets.token_hex()
-    config = out / "kvmux.toml"
-    config.write_text(format_settings(setup.server_settings()) + format_strategies(setup.instances()))
     with ExitStack() as stack:
-        show_status("starting the server")
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = folder / "kvmux.toml"
+        config.write_text(format_settings(setup.server_settings()) + format_strategies(setup.instances()))
         # The settings have what the environment said; there it would beat what this plan needs
         env = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
         url = stack.enter_context(run_server(["--config", str(config), "--admin-token", token], env)).url
-        target = url.removeprefix("http://")
-        scraping = make_config(target, SCRAPE_INTERVAL)
-        prometheus = stack.enter_context(
-            run_prometheus(folder, scraping, [f"--storage.tsdb.retention.time={RETENTION}"])
-        )
+        scraping = make_config(url.removeprefix("http://"), SCRAPE_INTERVAL)
+        prometheus = stack.enter_context(run_prometheus(folder, scraping))
         admin = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
         meter = CellMeter(stack.enter_context(admin), prometheus, setup.plan)
         listed = admin.get("/v1/kv_cache").raise_for_status().json()["data"]
-        record.set_exact({each["name"]: each["contract"]["exact"] for each in listed if "contract" in each})
-        for cell in left:
+        contracts = {each["name"]: each["contract"] for each in listed if "contract" in each}
+        results.exact = {name: contracts[name]["exact"] for name in setup.strategies if name in contracts}
+        for cell in setup.plan.cells():
             show_status(f"round {cell.round + 1}: {cell.load}, {cell.strategy}")
-            record.add(meter.measure(cell))
-            yield len(record.results)
+            results.cells[cell] = meter.measure(cell)
+
+
+def measure_fidelity(results: Comparison, flags: Sequence[str], length: int) -> None:
+    """Measure the fidelity of all strategies at a prompt length; an evaluation that fails is named in the report."""
+    try:
+        results.fidelity[length] = evaluate(flags, length + results.plan.max_tokens)
+    except RunError as error:
+        results.fidelity[length] = {}
+        results.fidelity_errors[length] = str(error).strip().splitlines()[-1]
 
 
 def format_settings(settings: Mapping[str, Any]) -> str:
@@ -260,12 +238,14 @@ def make_evaluate_flags(options: argparse.Namespace, setup: Setup) -> list[str]:
     return flags
 
 
-def make_results(setup: Setup, record: Record, options: argparse.Namespace) -> Comparison:
-    """Return the results for the report."""
+def describe_setup(setup: Setup) -> ReportSetup:
+    """Return how it was measured, for the report."""
     plan = setup.plan
     facts = [
         ("model", setup.settings.model_name or Path(setup.settings.model).name),
-        *describe_versions().items(),
+        ("kvmux", get_version()),
+        ("torch", torch.__version__),
+        ("Python", platform.python_version()),
         ("machine", read_processor_name()),
         ("settings", ", ".join(f"{name}={value}" for name, value in setup.server_settings().items())),
         ("answers", f"{plan.max_tokens} tokens each"),
@@ -273,13 +253,7 @@ def make_results(setup: Setup, record: Record, options: argparse.Namespace) -> C
         ("seed", str(plan.seed)),
     ]
     command = "make compare" + (f' ARGS="{shlex.join(sys.argv[1:])}"' if sys.argv[1:] else "")
-    date = datetime.now().astimezone()
-    return Comparison(plan, record, date, options.max_kl, facts, [command], setup.instances())
-
-
-def describe_versions() -> dict[str, str]:
-    """Return the versions on which figures depend, by name."""
-    return {"kvmux": get_version(), "torch": torch.__version__, "Python": platform.python_version()}
+    return ReportSetup(date.today().isoformat(), facts, command, setup.instances())
 
 
 if __name__ == "__main__":

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from tools.server_process import RunError, run_module
+from tools.server_process import run_module
 
 
-@dataclass(frozen=True)
-class StrategyFidelity:
+class StrategyFidelity(NamedTuple):
     """The fidelity of one strategy to exact caching, on running text."""
 
     kl: float  # mean KL divergence from exact caching, nats per token
@@ -21,28 +19,18 @@ class StrategyFidelity:
     perplexity: float | None
 
 
-def evaluate(flags: Sequence[str], length: int) -> dict[str, Any]:
-    """Return the JSON report of `kvmux evaluate` on texts of this length; a failed evaluation has its "error" instead.
+def evaluate(flags: Sequence[str], length: int) -> dict[str, StrategyFidelity]:
+    """Return the fidelity of each strategy on texts of this length, by name. Raises RunError.
 
     Tokens are computed one by one, as strategies like `quest` lose something for generated tokens only.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         size = ("--length", str(length), "--row-tokens", "1", "--records", "1")  # records are not looked at
-        try:
-            run_module("server", "evaluate", *flags, *size, "--json", str(file))
-            report: dict[str, Any] = json.loads(file.read_text())
-        except RunError as error:
-            return {"error": str(error).strip().splitlines()[-1]}
-    return report
-
-
-def read_fidelity(reports: Mapping[str, Any] | None, length: int) -> dict[str, StrategyFidelity]:
-    """Return the fidelity of each strategy at a prompt length, by name; empty if its evaluation failed."""
-    report = (reports or {}).get(str(length), {})
+        run_module("server", "evaluate", *flags, *size, "--json", str(file))
+        strategies = json.loads(file.read_text())["strategies"]
+    texts = {each["name"]: each["text"] for each in strategies}
     return {
-        each["name"]: StrategyFidelity(
-            each["text"]["kl_nats"], each["text"]["top1_agreement"], each["text"]["perplexity"]
-        )
-        for each in report.get("strategies", ())
+        name: StrategyFidelity(each["kl_nats"], each["top1_agreement"], each["perplexity"])
+        for name, each in texts.items()
     }

@@ -1,7 +1,6 @@
 """Reads the figures of a cell from Prometheus, each by a PromQL query, and summarizes them over the rounds.
 
-Every figure is a query at a time after the load, over the seconds since a scrape before it. The queries are kept with
-the values, so that anybody can put them to the same Prometheus again.
+Every figure is a query at a time after the load, over the seconds since a scrape before it.
 """
 
 from __future__ import annotations
@@ -73,48 +72,29 @@ class Interval(NamedTuple):
     seconds: float
 
 
-class Reading(NamedTuple):
-    """A figure of a cell as Prometheus answered it: the query, its time, and the value in Prometheus' unit."""
-
-    query: str
-    time: float
-    value: float | None  # None: no such value, as for a rate of nothing
-
-
-class Series(NamedTuple):
-    """The series of one strategy on one start of the server: an interrupted comparison goes on with another one."""
-
-    strategy: str
-    target: str  # host:port that Prometheus scrapes
-
-    def __str__(self) -> str:
-        return f'strategy="{self.strategy}",instance="{self.target}"'
-
-
-def make_query(figure: Figure, series: Series, interval: Interval) -> str:
+def make_query(figure: Figure, strategy: str, interval: Interval) -> str:
     """Return the query of a figure for a strategy and an interval."""
-    query = figure.query
+    selector = f'strategy="{strategy}"'
+    # the strategy comes first in the braces of every selector, before other labels of a figure
+    query = figure.query.replace("{s}", f"{{{selector}}}").replace("{s,", f"{{{selector},")
     fields = {
         "begin": f"{interval.begin:.3f}",
         "end": f"{interval.end:.3f}",
         "range": f"{math.ceil(interval.end - interval.begin)}",
         "seconds": f"{interval.seconds:.6f}",
     }
-    # the strategy comes first in the braces of every selector, before other labels of a figure
-    query = query.replace("{s}", f"{{{series}}}").replace("{s,", f"{{{series},")
     for name, value in fields.items():
         query = query.replace(f"{{{name}}}", value)
     return query
 
 
-def read_figures(prometheus: Prometheus, series: Series, interval: Interval) -> dict[str, Reading]:
-    """Return all figures of a cell, by name."""
+def read_figures(prometheus: Prometheus, strategy: str, interval: Interval) -> dict[str, float | None]:
+    """Return all figures of a cell by name, in Prometheus' units; None: no such value, as for a rate of nothing."""
     asked = Prometheus(prometheus.client, interval.end)
     found = {}
     for figure in FIGURES:
-        query = make_query(figure, series, interval)
-        values = [value for _, value in asked.query(query) if math.isfinite(value)]
-        found[figure.name] = Reading(query, interval.end, values[0] if values else None)
+        values = [value for _, value in asked.query(make_query(figure, strategy, interval)) if math.isfinite(value)]
+        found[figure.name] = values[0] if values else None
     return found
 
 
@@ -127,7 +107,7 @@ class Summary:
     high: float
 
 
-def summarize(figure: Figure, readings: Sequence[Reading]) -> Summary | None:
+def summarize(figure: Figure, readings: Sequence[float | None]) -> Summary | None:
     """Return the summary of a figure over the rounds; None if no round has a value."""
-    values = [each.value * figure.scale for each in readings if each.value is not None]
+    values = [each * figure.scale for each in readings if each is not None]
     return Summary(median(values), min(values), max(values)) if values else None

@@ -11,24 +11,15 @@ import httpx
 from loadtest.bench.client import open_client, read_server_info, send_completion
 from loadtest.bench.figures import Figures
 from loadtest.bench.types import Outcome
-from tools.comparison.figures import Interval, Series, read_figures
+from tools.comparison.figures import Interval, read_figures
 from tools.comparison.plan import Cell, Plan
-from tools.comparison.record import CellResult
+from tools.comparison.results import CellResult
 from tools.prometheus import Prometheus
 
 SCRAPE_INTERVAL = "250ms"
 NOT_SUPPORTED = 409  # HTTP status of a strategy that keeps nothing to clear
 REQUESTS_PER_CLIENT = 2  # at least: the second request of a client finds what the first one left
 WARM_UP_TOKENS = 4  # of each answer before a load is measured
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """What each client of a load sends: at least so many requests, for at least so long."""
-
-    requests: int
-    seconds: float
-    max_tokens: int
 
 
 @dataclass(frozen=True)
@@ -44,34 +35,30 @@ class CellMeter:
         self._clear_caches()
         salt = self.plan.make_salt(cell)
         # a few unmeasured requests with other prompts, so that no strategy pays for what comes first
-        self._load(cell, f"{salt}/warm-up", LoadOptions(1, 0.0, WARM_UP_TOKENS))
+        self._load(cell, f"{salt}/warm-up", 1, 0.0, WARM_UP_TOKENS)
         begin = time.time()
-        outcomes = self._load(cell, salt, LoadOptions(REQUESTS_PER_CLIENT, self.plan.seconds, self.plan.max_tokens))
+        outcomes = self._load(cell, salt, REQUESTS_PER_CLIENT, self.plan.seconds, self.plan.max_tokens)
         end = time.time()
         figures = Figures()
         figures.add_round(outcomes)
         interval = Interval(begin, end, figures.round_seconds[0])
-        found = read_figures(self.prometheus, self._find_series(cell), interval)
-        return CellResult(cell, interval, found, len(outcomes), figures.error_counts)
+        found = read_figures(self.prometheus, cell.strategy, interval)
+        return CellResult(interval.seconds, found, len(outcomes), figures.error_counts)
 
-    def _load(self, cell: Cell, salt: str, options: LoadOptions) -> list[Outcome]:
+    def _load(self, cell: Cell, salt: str, least: int, seconds: float, max_tokens: int) -> list[Outcome]:
         """Load the server, and wait until Prometheus has counted all requests that were served: /metrics is late."""
         self.prometheus.wait(lambda: self._count_served(cell) is not None, "the metrics of the server")
         before = self._count_served(cell) or 0
-        outcomes = asyncio.run(self._send(cell, salt, options))
+        outcomes = asyncio.run(self._send(cell, salt, least, seconds, max_tokens))
         served = sum(each.error is None for each in outcomes)
         self.prometheus.wait(lambda: (self._count_served(cell) or 0) >= before + served, "the metrics of all requests")
         return outcomes
 
     def _count_served(self, cell: Cell) -> float | None:
         """Return how many requests of a cell's strategy have ended well; None if Prometheus does not know it now."""
-        series = f'{self._find_series(cell)},outcome=~"stop|length"'
+        series = f'strategy="{cell.strategy}",outcome=~"stop|length"'
         found = self.prometheus.query(f"sum(kvmux_requests_total{{{series}}})")
         return found[0][1] if found else None
-
-    def _find_series(self, cell: Cell) -> Series:
-        url = self.admin.base_url
-        return Series(cell.strategy, f"{url.host}:{url.port}")
 
     def _clear_caches(self) -> None:
         """Remove what earlier cells have left in the caches, so that no cell has to evict it."""
@@ -80,18 +67,18 @@ class CellMeter:
             if answer.status_code != NOT_SUPPORTED:
                 answer.raise_for_status()
 
-    async def _send(self, cell: Cell, salt: str, options: LoadOptions) -> list[Outcome]:
-        """Let each client of a load send one request after another; return the outcomes of all."""
+    async def _send(self, cell: Cell, salt: str, least: int, seconds: float, max_tokens: int) -> list[Outcome]:
+        """Let each client send requests in turn, at least `least` and for `seconds`; return all outcomes."""
         async with open_client(str(self.admin.base_url)) as client:
             server = await read_server_info(client)
             requests = self.plan.make_requests(server.vocabulary, cell.load, salt)
             outcomes: list[Outcome] = []
-            end = time.monotonic() + options.seconds
+            end = time.monotonic() + seconds
 
             async def send_all() -> None:
                 sent = 0
-                while sent < options.requests or time.monotonic() < end:
-                    request = next(requests)._replace(max_tokens=options.max_tokens)
+                while sent < least or time.monotonic() < end:
+                    request = next(requests)._replace(max_tokens=max_tokens)
                     body = {"kv_cache": cell.strategy}
                     outcomes.append(await send_completion(client, server.listing.model, request, body))
                     sent += 1

@@ -2,71 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tools.comparison.advice import Advice, Candidate, advise
-from tools.comparison.fidelity import StrategyFidelity, read_fidelity
+from tools.comparison.fidelity import StrategyFidelity
 from tools.comparison.figures import BY_NAME, Summary, summarize
-from tools.comparison.plan import Load, Plan
-from tools.comparison.record import CellResult, Record
+from tools.comparison.plan import Cell, Load, Plan
 
 
 @dataclass(frozen=True)
+class CellResult:
+    """What was measured in a cell."""
+
+    seconds: float  # from the first request to the end of the last answer
+    figures: Mapping[str, float | None]  # by name, in Prometheus' units
+    requests: int
+    errors: Mapping[str, int]  # numbers of failed requests, by message
+
+
+@dataclass
 class Comparison:
-    """The results of a comparison, and how they were measured."""
+    """The results of a comparison so far."""
 
     plan: Plan
-    record: Record
-    date: datetime
     max_kl: float  # bound of advice, nats per token
-    facts: Sequence[tuple[str, str]]  # model, machine, versions and others, to be shown
-    commands: Sequence[str]
-    options: Mapping[str, Mapping[str, Any]]  # of each strategy
-
-    def find_cells(self, load: Load, strategy: str) -> list[CellResult]:
-        """Return the rounds of a strategy under a load."""
-        results = self.record.results.items()
-        return [each for cell, each in results if cell.load == load and cell.strategy == strategy]
+    cells: dict[Cell, CellResult] = field(default_factory=dict)
+    exact: Mapping[str, bool] = field(default_factory=dict)  # whether each strategy promises to change no answer
+    fidelity: dict[int, dict[str, StrategyFidelity]] = field(default_factory=dict)  # by prompt length, then by name
+    fidelity_errors: dict[int, str] = field(default_factory=dict)  # by prompt length
 
     def summarize(self, figure: str, load: Load, strategy: str) -> Summary | None:
         """Return a figure of a strategy under a load; None if it was not measured."""
-        return summarize(BY_NAME[figure], [each.figures[figure] for each in self.find_cells(load, strategy)])
+        return summarize(BY_NAME[figure], [each.figures[figure] for each in self._find_cells(load, strategy)])
 
-    def count_errors(self, load: Load, strategy: str) -> dict[str, int]:
+    def count_errors(self, load: Load, strategy: str) -> Counter[str]:
         """Return the numbers of failed requests by message."""
-        found: dict[str, int] = {}
-        for each in self.find_cells(load, strategy):
-            for message, number in each.errors.items():
-                found[message] = found.get(message, 0) + number
+        found = Counter[str]()
+        for each in self._find_cells(load, strategy):
+            found.update(each.errors)
         return found
 
-    def fidelity(self, length: int) -> dict[str, StrategyFidelity]:
-        """Return the fidelity of strategies at a prompt length, by name."""
-        return read_fidelity(self.record.fidelity, length)
+    def _find_cells(self, load: Load, strategy: str) -> list[CellResult]:
+        return [each for cell, each in self.cells.items() if cell.load == load and cell.strategy == strategy]
 
-    @property
-    def has_fidelity(self) -> bool:
-        """Whether the fidelity was measured at any prompt length."""
-        return any(self.fidelity(length) for length in self.plan.prompt_lengths)
+    def advice(self) -> list[Advice]:
+        """Return the advice on each load."""
+        return [advise(load, self._list_candidates(load), self.max_kl) for load in self.plan.loads]
 
-    def candidates(self, load: Load) -> list[Candidate]:
-        """Return all strategies with what advice on a load depends on."""
-        fidelity = self.fidelity(load.prompt_tokens)
+    def _list_candidates(self, load: Load) -> list[Candidate]:
+        fidelity = self.fidelity.get(load.prompt_tokens, {})
         return [
             Candidate(
                 name,
-                self.record.exact.get(name, False),
+                self.exact.get(name, False),
                 self.summarize("tokens_per_second", load, name),
                 self.summarize("kv_memory", load, name),
                 fidelity.get(name),
-                sum(self.count_errors(load, name).values()),
+                self.count_errors(load, name).total(),
             )
             for name in self.plan.strategies
         ]
 
-    def advice(self) -> list[Advice]:
-        """Return the advice on each load."""
-        return [advise(load, self.candidates(load), self.max_kl) for load in self.plan.loads]
+    def as_json(self) -> dict[str, Any]:
+        """Return all that was measured, as an object for JSON."""
+        cells = [
+            {"round": cell.round, **cell.load._asdict(), "strategy": cell.strategy, **vars(each)}
+            for cell, each in self.cells.items()
+        ]
+        fidelity = {
+            length: {name: each._asdict() for name, each in by_name.items()}
+            for length, by_name in self.fidelity.items()
+        }
+        return {
+            "cells": cells,
+            "exact": dict(self.exact),
+            "fidelity": fidelity,
+            "fidelity_errors": self.fidelity_errors,
+        }

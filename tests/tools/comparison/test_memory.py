@@ -13,7 +13,6 @@ import pytest
 
 from tests.metrics.prometheus_server import tool
 from tools.comparison import __main__ as command
-from tools.comparison.record import PLAN, Record
 
 PROMPT, ANSWER = 300, 16  # tokens: both end in the fifth block of 64, and in the eighth of 40
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # of the embedded model: layers, keys and values, KV heads, dimensions, float32
@@ -42,8 +41,8 @@ def test_memory_is_the_blocks_of_running_requests(tmp_path: Path) -> None:
     flags = ["--config", str(file), "--strategies", *names, "--seconds", "4", "--no-fidelity", "--out", str(out)]
     assert command.main([*flags, *sizes, *server]) == 0
 
-    record = Record.open(out, json.loads((out / PLAN).read_text()), restart=False)
-    memory = {cell.strategy: result.figures["kv_memory"].value for cell, result in record.results.items()}
+    cells = json.loads((out / command.RESULTS).read_text())["cells"]
+    memory = {cell["strategy"]: cell["figures"]["kv_memory"] for cell in cells}
     longest = PROMPT + ANSWER + 1  # max_seq_len
     assert memory == {
         "by_40": 8 * 40 * TOKEN_BYTES,
@@ -51,5 +50,5 @@ def test_memory_is_the_blocks_of_running_requests(tmp_path: Path) -> None:
         "whole": longest * TOKEN_BYTES,
     }
     idle = PROMPT // 2 // 64 * 64 * TOKEN_BYTES  # of a finished request, at least: what the next one does not share
-    requests = min(result.requests for result in record.results.values())
+    requests = min(cell["requests"] for cell in cells)
     assert requests * idle > longest * TOKEN_BYTES, "what was idle would have been noticed"
