@@ -44,7 +44,10 @@ def check_tensor(
 
 
 def _has_sizes(shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether a shape fits `sizes`; in a plain loop, which is fast, as this runs before every operation."""
+    """Return whether a shape has these sizes, of which some may be ANY or AT_LEAST_ONE.
+
+    A plain loop is fast, and this runs before every operation.
+    """
     if len(shape) != len(sizes):
         return False
     for n, size in zip(shape, sizes, strict=True):  # noqa: SIM110

@@ -62,7 +62,7 @@ class CachedSequence:
         return self._batch
 
     def commit(self) -> None:
-        """Add the tokens of the batch to the sequence. Raises StrategyError if the strategy fails."""
+        """Add the tokens of the last `begin`, once they are computed. Raises StrategyError if the strategy fails."""
         assert self._batch is not None, "begin() comes first"
         batch, self._batch = self._batch, None
         for error in batch.commit().values():

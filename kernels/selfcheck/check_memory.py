@@ -108,6 +108,7 @@ def _make_slots(
         return torch.tensor(numbers, dtype=torch.int32, device=store.device)
 
     def by_head(numbers: Sequence[Sequence[int]]) -> Tensor:
+        """Return numbers [B, H] of rows and heads as a tensor; if heads are not split, only the first head's [B]."""
         return integers(numbers if store.split_heads else [row[0] for row in numbers])
 
     return Slots(

@@ -199,7 +199,7 @@ class History:
         del text.tokens[length:]
 
     def close(self, which: int, *, spoiled: bool) -> None:
-        """Close a sequence, perhaps after its keys were found to be NaN."""
+        """Close the open sequence number `which`; with `spoiled`, as one whose keys were found to be NaN."""
         text = self.open_texts.pop(which % len(self.open_texts))
         if spoiled:
             text.sequence.spoiled = True

@@ -48,6 +48,7 @@ class SpanTimer(Recorder):
 
     @contextmanager
     def op(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Measure a call of an operation of `Ops` as a span with its name; wait for the device before and after it."""
         self._synchronize()
         with self.span(name):
             yield

@@ -282,7 +282,11 @@ class OutputText:
         return self._stop.push(piece) if self.num_tokens > self._min_tokens else piece
 
     def _release(self, text: str) -> TextDelta:
-        """Return `text` with the held tokens that begin in the text returned so far; at the end, with all of them."""
+        """Return `text`, which is certain now, with the tokens whose text begins in what was returned so far.
+
+        Other tokens are held until their text is returned. At the end all of them are, and those that a stop string cut
+        off are not `shown`.
+        """
         self._released += len(text)
         out, self._held = self._held, []
         if self._stop.matched_stop:

@@ -90,6 +90,7 @@ def _send_signal(processes: Iterable[psutil.Process], number: signal.Signals) ->
 
 
 async def _kill(choose: Choose, target: FaultTarget) -> Affected:
+    """Send SIGKILL to the server's processes that `choose` returns, and return them; None if there are none."""
     _send_signal(processes := choose(target), signal.SIGKILL)
     return processes or None
 

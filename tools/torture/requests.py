@@ -94,6 +94,7 @@ def _draw_spec(draw: Random, name: str, texts: Sequence[list[int]]) -> RequestSp
 
 
 def _draw_length(draw: Random) -> dict[str, Any]:
+    """Return random fields of a request that say where its text ends: max_tokens, ignore_eos, stop, min_tokens."""
     max_tokens = draw.choice((1, 8, 20, 20, 40, 120))
     fields: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": draw.random() < 0.8}
     if draw.random() < 0.3:

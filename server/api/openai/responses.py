@@ -266,7 +266,7 @@ def make_explanation(record: RequestRecord) -> Explanation:
 
 
 def make_token_comparison(compared: Compared) -> TokenComparison:
-    """Return what a choice tells of the comparison of its tokens with the reference."""
+    """Return a choice's `kv_cache_comparison`: how far its tokens are from what the reference instance predicts."""
     comparison = TokenComparison(compared.indexes, compared.kl, compared.agreed, compared.rank)
     if compared.ended_early is not None:
         comparison.ended_early = compared.ended_early
