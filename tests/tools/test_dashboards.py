@@ -13,7 +13,8 @@ from grafana_foundation_sdk.models.dashboard import Dashboard, Panel, VariableMo
 
 from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, REQUESTS, STEPS, STRATEGY
 from tools.dashboards import promql
-from tools.dashboards.catalogue import FOLDER, build_dashboards, get_panels, get_targets, iter_queries, render_files
+from tools.dashboards.catalogue import FOLDER, get_panels, get_targets, iter_queries, render_files
+from tools.dashboards.tables import build_dashboards
 
 DASHBOARDS = build_dashboards()
 every_dashboard = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)

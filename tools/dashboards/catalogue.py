@@ -1,4 +1,4 @@
-"""The list of all dashboards, their JSON files, and an iterator over their queries."""
+"""The JSON files of the dashboards, and an iterator over their queries."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 from grafana_foundation_sdk.models.prometheus import Dataquery
 
-from tools.dashboards.engine import build_engine_dashboard
-from tools.dashboards.fidelity import build_fidelity_dashboard
-from tools.dashboards.memory import build_memory_dashboard
-from tools.dashboards.overview import build_overview_dashboard
-from tools.dashboards.strategies import build_strategies_dashboard
+from tools.dashboards.tables import build_dashboards
 
 FOLDER = Path(__file__).parents[2] / "config" / "grafana" / "dashboards"
 
@@ -27,16 +23,6 @@ class Query(NamedTuple):
     panel: str
     legend: str
     expression: str  # PromQL with Grafana variables, see `promql.fill_variables`
-
-
-def build_dashboards() -> list[Dashboard]:
-    return [
-        build_overview_dashboard(),
-        build_strategies_dashboard(),
-        build_memory_dashboard(),
-        build_engine_dashboard(),
-        build_fidelity_dashboard(),
-    ]
 
 
 def iter_queries() -> Iterator[Query]:

@@ -1,11 +1,12 @@
-"""Functions that build dashboards, and three kinds of panels, with Grafana's SDK.
+"""Three kinds of panels, and dashboards of them, as data that is built with Grafana's SDK.
 
-A panel gets its queries as a mapping from legend to PromQL. Its description is the help text of the metrics in them.
+A panel's description is the help text of the metrics in its queries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
@@ -17,8 +18,8 @@ from grafana_foundation_sdk.builders.common import (
     VizTooltipOptions,
 )
 from grafana_foundation_sdk.builders.prometheus import Dataquery
-from grafana_foundation_sdk.builders.stat import Panel as Stat
-from grafana_foundation_sdk.builders.table import Panel as Table
+from grafana_foundation_sdk.builders.stat import Panel as StatPanel
+from grafana_foundation_sdk.builders.table import Panel as TablePanel
 from grafana_foundation_sdk.builders.timeseries import Panel as Timeseries
 from grafana_foundation_sdk.models.common import (
     BigValueColorMode,
@@ -52,100 +53,117 @@ from tools.dashboards.promql import SERVER, SERVER_VARIABLE, STRATEGY_VARIABLE, 
 
 TAG = "kvmux"
 PROMETHEUS = DataSourceRef(type_val="prometheus", uid="${datasource}")
-Panel = Timeseries | Stat | Table
-
-# ---------------------------------------------------------------- Grafana's units
-SECONDS, BYTES, SHARE, NUMBER = "s", "bytes", "percentunit", "short"
-BYTES_A_SECOND, REQUESTS_A_SECOND, TOKENS_A_SECOND, TIMES_A_SECOND = "Bps", "reqps", "si:tok/s", "ops"
 
 
-def make_timeseries(
-    title: str, unit: str, queries: Mapping[str, str], *, note: str = "", stacked: bool = False, width: int = 8
-) -> Timeseries:
-    """Make a panel of time series; `queries` maps legends to PromQL, and `note` precedes the description."""
-    panel = (
-        Timeseries()
-        .title(title)
-        .description(_describe(queries, note))
-        .datasource(PROMETHEUS)
-        .unit(unit)
-        .min(0)
-        .span(width)
-        .height(8)
-        .line_width(1)
-        .fill_opacity(40 if stacked else 8)
-        .show_points(VisibilityMode.NEVER)
-        .legend(
-            VizLegendOptions()
-            .show_legend(True)
-            .display_mode(LegendDisplayMode.TABLE)
-            .placement(LegendPlacement.BOTTOM)
-            .calcs(["lastNotNull", "max"])
+@dataclass(frozen=True)
+class Graph:
+    """A panel of time series; `queries` maps legends to PromQL, and `note` precedes the description."""
+
+    title: str
+    unit: str
+    queries: Mapping[str, str]
+    stacked: bool = False
+    width: int = 8
+    note: str = ""
+
+    def build(self) -> Timeseries:
+        panel = (
+            Timeseries()
+            .title(self.title)
+            .description(_describe(self.queries, self.note))
+            .datasource(PROMETHEUS)
+            .unit(self.unit)
+            .min(0)
+            .span(self.width)
+            .height(8)
+            .line_width(1)
+            .fill_opacity(40 if self.stacked else 8)
+            .show_points(VisibilityMode.NEVER)
+            .legend(
+                VizLegendOptions()
+                .show_legend(True)
+                .display_mode(LegendDisplayMode.TABLE)
+                .placement(LegendPlacement.BOTTOM)
+                .calcs(["lastNotNull", "max"])
+            )
+            .tooltip(VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
+            .targets([*_make_targets(self.queries)])
         )
-        .tooltip(VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
-        .targets([*_make_targets(queries)])
-    )
-    return panel.stacking(StackingConfig().mode(StackingMode.NORMAL)) if stacked else panel
+        return panel.stacking(StackingConfig().mode(StackingMode.NORMAL)) if self.stacked else panel
 
 
-def make_stat(
-    title: str,
-    unit: str,
-    query: str,
-    *,
-    legend: str = "",
-    red_from: float | None = None,
-    no_value: str = "-",
-    width: int = 3,
-) -> Stat:
-    """Make a panel of the latest value, red from `red_from` on; with a legend it shows the names of the series."""
-    steps = [Threshold(color="green"), *([] if red_from is None else [Threshold(value=red_from, color="red")])]
-    return (
-        Stat()
-        .title(title)
-        .description(_describe({legend: query}))
-        .datasource(PROMETHEUS)
-        .unit(unit)
-        .no_value(no_value)
-        .span(width)
-        .height(4)
-        .color_mode(BigValueColorMode.VALUE)
-        .graph_mode(BigValueGraphMode.NONE if legend else BigValueGraphMode.AREA)
-        .text_mode(BigValueTextMode.NAME if legend else BigValueTextMode.AUTO)
-        .reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
-        .thresholds(build.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps))
-        .targets([*_make_targets({legend: query})])
-    )
+@dataclass(frozen=True)
+class Stat:
+    """A panel of the latest value, red from `red_from` on; with a legend it shows the names of the series."""
 
+    title: str
+    unit: str
+    query: str
+    legend: str = ""
+    red_from: float | None = None
+    no_value: str = "-"
+    width: int = 3
 
-def make_info_table(title: str, family: MetricFamily[Info], *, width: int = 12, height: int) -> Table:
-    """Make a table of an info metric's labels: one row per strategy, or one row per label."""
-    target = Dataquery().datasource(PROMETHEUS).ref_id("A").expr(select(family)).legend_format("").instant()
-    if STRATEGY in family.labels:
-        hidden = dict.fromkeys(("Time", "Value", "__name__", "job"), True)
-        transformation = DataTransformerConfig(
-            id_val="organize", options={"excludeByName": hidden, "indexByName": {STRATEGY.name: 0}}
+    def build(self) -> StatPanel:
+        red = [] if self.red_from is None else [Threshold(value=self.red_from, color="red")]
+        return (
+            StatPanel()
+            .title(self.title)
+            .description(_describe({self.legend: self.query}))
+            .datasource(PROMETHEUS)
+            .unit(self.unit)
+            .no_value(self.no_value)
+            .span(self.width)
+            .height(4)
+            .color_mode(BigValueColorMode.VALUE)
+            .graph_mode(BigValueGraphMode.NONE if self.legend else BigValueGraphMode.AREA)
+            .text_mode(BigValueTextMode.NAME if self.legend else BigValueTextMode.AUTO)
+            .reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
+            .thresholds(build.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps([Threshold(color="green"), *red]))
+            .targets([*_make_targets({self.legend: self.query})])
         )
-        target.format(PromQueryFormat.TABLE)
-    else:
-        transformation = DataTransformerConfig(id_val="labelsToFields", options={"mode": "rows"})
-        target.format(PromQueryFormat.TIME_SERIES)
-    return (
-        Table()
-        .title(title)
-        .description(_describe({"": select(family)}))
-        .datasource(PROMETHEUS)
-        .unit(NUMBER)
-        .span(width)
-        .height(height)
-        .show_header(True)
-        .targets([target])
-        .with_transformation(transformation)
-    )
 
 
-def make_dashboard(key: str, title: str, about: str, rows: Mapping[str, Sequence[Panel]]) -> Dashboard:
-    """Make a dashboard with rows of panels and variables for server and strategy; its uid is `kvmux-{key}`."""
+@dataclass(frozen=True)
+class InfoTable:
+    """A table of an info metric's labels: one row per strategy, or one row per label."""
+
+    title: str
+    family: MetricFamily[Info]
+    height: int
+    width: int = 12
+
+    def build(self) -> TablePanel:
+        query = select(self.family)
+        target = Dataquery().datasource(PROMETHEUS).ref_id("A").expr(query).legend_format("").instant()
+        if STRATEGY in self.family.labels:
+            hidden = dict.fromkeys(("Time", "Value", "__name__", "job"), True)
+            transformation = DataTransformerConfig(
+                id_val="organize", options={"excludeByName": hidden, "indexByName": {STRATEGY.name: 0}}
+            )
+            target.format(PromQueryFormat.TABLE)
+        else:
+            transformation = DataTransformerConfig(id_val="labelsToFields", options={"mode": "rows"})
+            target.format(PromQueryFormat.TIME_SERIES)
+        return (
+            TablePanel()
+            .title(self.title)
+            .description(_describe({"": query}))
+            .datasource(PROMETHEUS)
+            .unit("short")
+            .span(self.width)
+            .height(self.height)
+            .show_header(True)
+            .targets([target])
+            .with_transformation(transformation)
+        )
+
+
+Rows = Mapping[str, Sequence[Graph | Stat | InfoTable]]  # by title
+
+
+def build_dashboard(key: str, title: str, about: str, rows: Rows) -> Dashboard:
+    """Build a dashboard of rows of panels, with variables for server and strategy; its uid is `kvmux-{key}`."""
     dashboard = (
         build.Dashboard(f"kvmux: {title}")
         .uid(f"{TAG}-{key}")
@@ -171,7 +189,7 @@ def make_dashboard(key: str, title: str, about: str, rows: Mapping[str, Sequence
     for row, panels in rows.items():
         dashboard.with_row(build.Row(row).id(number := number + 1))
         for panel in panels:
-            dashboard.with_panel(panel.id(number := number + 1))
+            dashboard.with_panel(panel.build().id(number := number + 1))
     return dashboard.build()
 
 
