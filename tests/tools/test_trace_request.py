@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,8 @@ Way = dict[str, list[str]]
 @pytest.fixture(scope="module")
 def traced() -> dict[str, Way]:
     """What the tool finds, in a process of its own: it traces all threads of its process."""
-    command = [sys.executable, "-m", "tools.trace_request", "--json"]
+    program = "import json; from tools.trace_request import trace_requests; print(json.dumps(trace_requests()))"
+    command = [sys.executable, "-c", program]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     ways: dict[str, Way] = json.loads(ended.stdout)
@@ -58,7 +58,7 @@ def test_the_document_says_about_how_many_files_are_on_each_way(traced: dict[str
 
 
 def test_a_whole_response_takes_the_same_way_and_that_of_its_format(traced: dict[str, Way]) -> None:
-    others = traced["last_token"].keys() - traced["streamed_token"].keys()
+    others = traced["last_token_of_a_whole_response"].keys() - traced["streamed_token"].keys()
     assert {"server/api/openai/completions.py", "server/api/openai/generation_job.py"} <= others
 
 
@@ -66,8 +66,8 @@ def test_a_whole_response_takes_the_same_way_and_that_of_its_format(traced: dict
 WORKER, GATEWAY, ENGINE = 1, 2, 3
 
 
-def call(thread: int, function: str, file: str = "", kind: Any = "call", hint: str = "") -> Call:
-    return Call(kind, thread, file or f"{function.partition('.')[0]}.py", function, hint)
+def call(thread: int, function: str, file: str = "", kind: str = "call") -> Call:
+    return Call(kind, thread, file or f"{function.partition('.')[0]}.py", function)
 
 
 def test_a_thread_is_on_a_bodys_way_until_it_hands_the_body_on() -> None:
@@ -76,9 +76,9 @@ def test_a_thread_is_on_a_bodys_way_until_it_hands_the_body_on() -> None:
         call(WORKER, "BoundedConnection.data_received"),
         call(ENGINE, "Heartbeat.beat"),
         call(WORKER, "SocketClient._send", kind="return"),
-        call(WORKER, "SocketClient._send", hint="submit"),
+        call(WORKER, "SocketClient._submit"),
         call(WORKER, "encode"),
-        call(WORKER, "SocketClient._send", kind="return", hint="submit"),
+        call(WORKER, "SocketClient._submit", kind="return"),
         call(WORKER, "Detokenizer.__init__"),
         call(GATEWAY, "EngineServer._serve_worker"),
         call(ENGINE, "Loop._handle"),
@@ -99,11 +99,11 @@ def test_a_tokens_way_leads_from_the_engine_to_the_text() -> None:
         call(ENGINE, "EngineServer.send", kind="return"),
         call(ENGINE, "Core.poll"),
         call(WORKER, "_Connection.data_received", "client.py"),
-        call(WORKER, "RequestResponseCycle.send", "other.py"),
         call(WORKER, "OutputText.push"),
-        call(WORKER, "RequestResponseCycle.send", hint="text"),
+        call(WORKER, "RequestResponseCycle.send"),
+        call(WORKER, "OutputText.pop"),
     ]
-    found = ["ModelRunner.py", "Core.py", "EngineServer.py", "client.py", "other.py", "OutputText.py"]
+    found = ["ModelRunner.py", "Core.py", "EngineServer.py", "client.py", "OutputText.py"]
     assert list(find_token_way(calls, 0)) == found
 
 
