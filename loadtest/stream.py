@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
@@ -125,6 +125,16 @@ def read_reply(lines: Iterable[bytes], clock: Clock = perf_counter, max_pieces: 
             return reply
     reply.check_end()
     return reply
+
+
+async def iter_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream, split at line feeds only; others also split at U+2028 in JSON."""
+    rest = b""
+    async for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line
+    yield rest
 
 
 def format_http_error(status: int, answer: str) -> str:

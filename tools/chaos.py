@@ -1,64 +1,175 @@
 """`python -m tools.chaos`: kills, stops and restarts a server under load, and checks every answer.
 
-Exit code 1 when a problem was found, 2 when no server could be started.
+Faults are injected one at a time: the next follows when the server answers again and all its processes are back. Every
+answer is compared with that of an idle server. Exit code 1 when a problem was found, 2 when no server could be started.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from statistics import median
+from time import monotonic
 
-from tools.torture.chaos import ChaosPlan, print_start, run_chaos
-from tools.torture.faults import FAULTS, Fault
-from tools.torture.report import chaos_as_json, make_chaos_tables, make_console, print_tables, write_json
-from tools.torture.running import ExpectedAnswerError
-from tools.torture.server_process import StartError
+import psutil
+
+from tools.server_process import RunError, is_ready
+from tools.status_line import status_line
+from tools.torture.checker import Injection
+from tools.torture.clients import Load, start_clients
+from tools.torture.faults import FAULTS, Fault, FaultTarget, end_orphans
+from tools.torture.requests import make_reference_options
+from tools.torture.running import (
+    Report,
+    describe_counts,
+    end_on_signals,
+    make_parser,
+    report_tally,
+    run_program,
+    serve_load,
+    sleep_unless,
+)
+from tools.torture.server_process import is_alive
+
+RECOVERY_SECONDS = 120.0  # within which the server must have recovered from a fault
+MAX_QUEUED_REQUESTS = 12  # few, so that the queue is full at times
+POLL_SECONDS = 0.02  # between two checks of a recovery
+PROBE_PAUSE = 1.0  # seconds between two probes of isolation, at most
+PAUSE_BETWEEN_FAULTS = (0.3, 2.0)  # seconds from one fault's recovery to the next fault
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = _make_parser().parse_args(argv)
-    faults = select_faults(flags.only, flags.without)
-    plan = ChaosPlan(flags.seed or secrets.token_hex(4), 60 * flags.minutes, faults, flags.clients, flags.requests)
-    print_start(plan)
-    try:
-        report = asyncio.run(run_chaos(plan))
-    except (StartError, ExpectedAnswerError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    console = make_console(flags.json)
-    print_tables(console, f"chaos, seed {plan.seed}", make_chaos_tables(report), report.tally, exact=report.exact)
-    if flags.json:
-        write_json(flags.json, chaos_as_json(report))
-    return 1 if report.tally.problems else 0
-
-
-def select_faults(only: Sequence[str], without: Sequence[str]) -> list[Fault]:
-    """Return the faults to inject: those named in `only`, or all if it is empty, without those in `without`."""
-    return [fault for fault in FAULTS if (not only or fault.name in only) and fault.name not in without]
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    faults = "\n".join(f"  {fault.name:18} {fault.description}" for fault in FAULTS)
-    parser = argparse.ArgumentParser(
-        "python -m tools.chaos",
-        description="Kill, stop and restart a server under load, and check every answer.",
-        epilog=f"faults:\n{faults}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("chaos", "Kill, stop and restart a server under load, and check every answer.", 10.0)
+    parser.epilog = "faults:\n" + "\n".join(f"  {fault.name:18} {fault.description}" for fault in FAULTS)
     names = [fault.name for fault in FAULTS]
-    parser.add_argument("--minutes", type=float, default=10.0, help="duration of the run (%(default)s)")
-    parser.add_argument("--seed", default="", help="seed of all random choices; default: a new one, which is printed")
-    parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="FAULT", help="faults (default: all)")
-    parser.add_argument("--without", nargs="+", choices=names, default=[], metavar="FAULT", help="faults to leave out")
     parser.add_argument(
-        "--clients", type=int, default=8, help="clients that compare answers; a few others poll (%(default)s)"
+        "--only", nargs="+", choices=names, default=names, metavar="FAULT", help="faults (default: all)"
     )
-    parser.add_argument("--requests", type=int, default=60, help="number of different requests (%(default)s)")
-    parser.add_argument("--json", default="", metavar="FILE", help="write the report to this file as JSON; -: stdout")
-    return parser
+    flags = parser.parse_args(argv)
+    return run_program(flags, run_chaos(flags))
+
+
+async def run_chaos(flags: argparse.Namespace) -> Report:
+    """Run a server and its clients for a time, and inject faults. Raises RunError."""
+    async with serve_load(flags, MAX_QUEUED_REQUESTS) as load:
+        began = monotonic()
+        with end_on_signals() as end, status_line() as show_status:
+            injector = FaultInjector(
+                [each for each in FAULTS if each.name in flags.only], load, flags.seed, show_status
+            )
+            await injector.run(60 * flags.minutes, end)
+    return injector.make_report(monotonic() - began)
+
+
+@dataclass
+class Recoveries:
+    """How the server recovered from one kind of fault."""
+
+    injected: int = 0  # without the times when there was no process to act on
+    answering_seconds: list[float] = field(default_factory=list)  # from each fault until a completion succeeds
+    whole_seconds: list[float] = field(default_factory=list)  # from each fault until all processes are back
+
+
+class FaultInjector:
+    """Injects one fault after another while the clients of a load run."""
+
+    def __init__(self, faults: Sequence[Fault], load: Load, seed: str, show_status: Callable[[str], None]) -> None:
+        self._recoveries = {fault.name: Recoveries() for fault in faults}
+        self._faults = faults
+        self._load = load
+        self._server = load.server
+        self._tally = load.checker.tally
+        self._seed = seed
+        self._draw = Random(f"{seed} faults")
+        self._show_status = show_status
+
+    async def run(self, seconds: float, end: asyncio.Event) -> None:
+        """Start the clients, and inject faults until the time is over; clients then finish their current requests."""
+        self._load.running.set()
+        async with asyncio.TaskGroup() as group:
+            start_clients(group, self._load, self._seed, PROBE_PAUSE)
+            try:
+                await self._inject_until(monotonic() + seconds, end)
+            except RunError as error:
+                self._tally.add_problem("servers that did not start again", str(error))
+            finally:
+                self._load.running.clear()
+
+    async def _inject_until(self, deadline: float, end: asyncio.Event) -> None:
+        """Inject random faults; none is repeated before all were drawn."""
+        await sleep_unless(end, 1.0)
+        remaining: list[Fault] = []
+        while monotonic() < deadline and not end.is_set():
+            remaining = remaining or self._draw.sample(self._faults, len(self._faults))
+            await self._inject(remaining.pop())
+            await sleep_unless(end, min(self._draw.uniform(*PAUSE_BETWEEN_FAULTS), max(0.0, deadline - monotonic())))
+
+    async def _inject(self, fault: Fault) -> None:
+        """Inject a fault, and wait until the server has recovered."""
+        if (code := self._server.exit_code) is not None:
+            self._tally.add_problem("servers that ended by themselves", f"exit code {code}, before {fault.name}")
+            self._server.kill()
+            await self._server.start()
+        self._show_status(f"{fault.name}: {describe_counts(self._tally)}")
+        injection = Injection(fault.name, fault.excuses, fault.orderly)
+        self._load.checker.injections.append(injection)
+        before = self._server.find_processes()
+        affected = await fault.inject(FaultTarget(self._server, self._draw, self._tally))
+        if affected is not None:
+            await self._wait_for_recovery(injection, affected)
+        now = self._server.find_processes()
+        await end_orphans(self._tally, [each for each in before if each not in now and is_alive(each)])
+        injection.ended = monotonic()
+
+    async def _wait_for_recovery(self, injection: Injection, affected: Sequence[psutil.Process]) -> None:
+        """Wait until the server answers, and until the affected processes have been replaced."""
+
+        async def is_whole() -> bool:
+            return not any(map(is_alive, affected)) and self._server.find_roles().complete
+
+        recoveries = self._recoveries[injection.name]
+        recoveries.injected += 1
+        deadline = monotonic() + RECOVERY_SECONDS
+        if await self._wait(self._is_answering, deadline, injection.name):
+            recoveries.answering_seconds.append(monotonic() - injection.began)
+        if await self._wait(is_whole, deadline, injection.name):
+            recoveries.whole_seconds.append(monotonic() - injection.began)
+
+    async def _wait(self, recovered: Callable[[], Awaitable[bool]], deadline: float, fault: str) -> bool:
+        while not await recovered():
+            if monotonic() > deadline:
+                self._tally.add_problem("recoveries that did not come", f"{fault}: {self._server.find_roles()}")
+                return False
+            await asyncio.sleep(POLL_SECONDS)
+        return True
+
+    async def _is_answering(self) -> bool:
+        """Return whether the server is ready and a completion succeeds."""
+        if not await asyncio.to_thread(is_ready, self._server.url):
+            return False
+        spec = self._draw.choice(self._load.specs)
+        outcome = await self._load.check_answer(self._server.url, spec, make_reference_options(spec))
+        return outcome.failure is None
+
+    def make_report(self, seconds: float) -> Report:
+        faults = {
+            name: {
+                "injected": each.injected,
+                "answering_seconds": _summarize(each.answering_seconds),
+                "whole_seconds": _summarize(each.whole_seconds),
+            }
+            for name, each in self._recoveries.items()
+        }
+        run = {"seconds": round(seconds), "starts": self._server.starts, "faults": faults}
+        return run | report_tally(self._tally)
+
+
+def _summarize(seconds: Sequence[float]) -> str:
+    return f"median {median(seconds):.2f}, at most {max(seconds):.2f}" if seconds else ""
 
 
 if __name__ == "__main__":

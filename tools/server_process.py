@@ -102,22 +102,23 @@ def run_server(flags: Sequence[str], env: Mapping[str, str] | None = None) -> It
     with tempfile.TemporaryDirectory() as folder, (said := Path(folder) / "log").open("w") as log:
         began = time.monotonic()
         with start_process(command, stdout=log, stderr=subprocess.STDOUT, env=env) as process:
-            url = _wait_until_ready(process, said, began + START_TIMEOUT)
+            url = wait_until_ready(process, said, began + START_TIMEOUT)
             yield RunningServer(url, psutil.Process(process.pid), time.monotonic() - began, said)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
+def wait_until_ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
     """Wait until the server is ready for requests; return its URL. Raises RunError if it ends or the time is up."""
     while time.monotonic() < deadline and process.poll() is None:
-        if (found := URL_PATTERN.search(log.read_text())) and _is_ready(f"{found[1]}/ready"):
+        if (found := URL_PATTERN.search(log.read_text())) and is_ready(found[1]):
             return found[1]
         time.sleep(POLL_INTERVAL)
-    raise RunError(f"kvmux serve did not become ready; its output:\n{log.read_text()}")
+    raise RunError(f"kvmux serve did not become ready; its output:\n{log.read_text()[-4000:]}")
 
 
-def _is_ready(url: str) -> bool:
+def is_ready(url: str) -> bool:
+    """Return whether GET /ready succeeds on a new connection."""
     try:
-        return httpx.get(url, trust_env=False).status_code == 200
+        return httpx.get(f"{url}/ready", trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -16,7 +16,7 @@ from loadtest.bench.types import BenchRequest, Outcome, ServerInfo
 from loadtest.bench.vocabulary import make_vocabulary
 from loadtest.listing import ListingError, read_listing
 from loadtest.prompts import TEXT
-from loadtest.stream import Reply, StreamError, format_http_error
+from loadtest.stream import Reply, StreamError, format_http_error, iter_lines
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # seconds to wait for a response; long, as requests may queue
 PORTS = range(1 << 16)
@@ -163,20 +163,10 @@ async def _read_answer(client: httpx.AsyncClient, content: Mapping[str, Any], re
         if answer.status_code != 200:
             text = (await answer.aread()).decode(errors="replace")
             return format_http_error(answer.status_code, text)
-        async for line in _iter_lines(answer.aiter_bytes()):
+        async for line in iter_lines(answer.aiter_bytes()):
             reply.take(line)
         reply.check_end()
     return None
-
-
-async def _iter_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream, split at line feeds only; httpx's aiter_lines also splits at U+2028 within JSON."""
-    rest = b""
-    async for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
-            yield line
-    yield rest
 
 
 def _format_error(error: Exception) -> str:

@@ -5,17 +5,34 @@ Knows answers, failures and the times of faults; neither HTTP nor processes.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
-from tools.torture.answers import Answer, find_difference, find_partial_difference, find_shape_difference
+from tools.torture.answers import Answer, find_difference, find_partial_difference
 from tools.torture.exchange import CONNECTION_CUT, ENGINE_UNAVAILABLE, NO_ANSWER, REFUSED, STOPPING, Failure, Outcome
 from tools.torture.requests import RequestSpec
-from tools.torture.tally import Tally
 
 ORDERLY_MARGIN = 0.5  # seconds before an orderly stop: later requests may not have reached the server in time
 ALWAYS_EXCUSED = frozenset({"queue_full"})  # clients retry when the queue is full
+MAX_EXAMPLES = 5  # examples that are kept of each problem
+MAX_EXAMPLE_CHARS = 4000
+
+
+class Tally:
+    """The counts of one run. A problem is something that must not happen; everything else is a plain count."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.problems: Counter[str] = Counter()
+        self.examples: defaultdict[str, list[str]] = defaultdict(list)
+
+    def add_problem(self, name: str, example: str) -> None:
+        """Count a problem and keep its example if there are few of its kind."""
+        self.problems[name] += 1
+        if len(self.examples[name]) < MAX_EXAMPLES:
+            self.examples[name].append(example[:MAX_EXAMPLE_CHARS])
 
 
 @dataclass
@@ -28,11 +45,12 @@ class Injection:
     began: float = field(default_factory=monotonic)
     ended: float | None = None
 
+    def overlaps(self, outcome: Outcome) -> bool:
+        return outcome.ended >= self.began and (self.ended is None or outcome.began <= self.ended)
+
     def can_excuse(self, outcome: Outcome, failure: Failure, drain_seconds: float) -> bool:
         """Return whether this fault may be the cause of a failure."""
-        if outcome.ended < self.began or (self.ended is not None and outcome.began > self.ended):
-            return False
-        if failure.kind not in self.excuses:
+        if not self.overlaps(outcome) or failure.kind not in self.excuses:
             return False
         if failure.kind == STOPPING:
             return outcome.ended - self.began >= drain_seconds - 1
@@ -42,48 +60,42 @@ class Injection:
 class Checker:
     """Compares outcomes with the expected answers, and counts results and problems in a tally."""
 
-    def __init__(self, tally: Tally, drain_seconds: float, *, exact: bool) -> None:
-        self.tally = tally
+    def __init__(self, drain_seconds: float) -> None:
+        self.tally = Tally()
         self.expected_answers: dict[str, Answer] = {}  # by the name of a request
         self.injections: list[Injection] = []
-        self.exact = exact  # whether answers must be equal bit for bit
         self._drain_seconds = drain_seconds
 
     # ------------------------------------------------------------ generation requests
     def check(self, spec: RequestSpec, outcome: Outcome) -> None:
         """Count the outcome of a generation request, and a problem if it is wrong."""
-        self.tally.count("requests sent")
+        self.tally.counts["requests sent"] += 1
         if outcome.failure is not None:
             self.record_failure(outcome, outcome.failure, f"{spec.name} ({spec.path})")
         if outcome.failure is None and not outcome.client_left:
-            self.tally.count("answers checked")
-            self._compare_answer(spec, outcome.answer, find_difference if self.exact else find_shape_difference)
+            self.tally.counts["answers checked"] += 1
+            self._compare_answer(spec, outcome.answer, find_difference)
         elif outcome.answer.choices:
-            self.tally.count("beginnings checked")
-            if self.exact:
-                self._compare_answer(spec, outcome.answer, find_partial_difference)
-        if outcome.client_left:
-            self.tally.count("clients that hung up")
+            self.tally.counts["beginnings checked"] += 1
+            self._compare_answer(spec, outcome.answer, find_partial_difference)
+        self.tally.counts["clients that hung up"] += outcome.client_left
 
     def _compare_answer(
         self, spec: RequestSpec, answer: Answer, differ: Callable[[Answer, Answer], str | None]
     ) -> None:
-        wrong = differ(self.expected_answers[spec.name], answer)
-        if wrong is None:
+        if (wrong := differ(self.expected_answers[spec.name], answer)) is None:
             return
-        owner = self._find_owner(answer)
-        name = "wrong answers" if owner is None else "answers of other requests"
-        self.tally.add_problem(name, f"{spec.name}{f' got the answer of {owner}' if owner else ''}: {wrong}")
+        if (owner := self._find_owner(answer)) is None:
+            self.tally.add_problem("wrong answers", f"{spec.name}: {wrong}")
+        else:
+            self.tally.add_problem("answers of other requests", f"{spec.name} got the answer of {owner}: {wrong}")
 
     def _find_owner(self, answer: Answer) -> str | None:
         """Return the name of the request that expects this answer; None if there is none, or for short texts."""
-        texts = {index: choice["text"] for index, choice in answer.choices.items()}
+        texts = _get_texts(answer)
         if not any(len(text) >= 8 for text in texts.values()):
             return None
-        for name, known in self.expected_answers.items():
-            if {index: choice["text"] for index, choice in known.choices.items()} == texts:
-                return name
-        return None
+        return next((name for name, known in self.expected_answers.items() if _get_texts(known) == texts), None)
 
     # ------------------------------------------------------------ failures
     def record_failure(self, outcome: Outcome, failure: Failure, what: str) -> None:
@@ -91,43 +103,26 @@ class Checker:
 
         `what` names the request in the problem's message.
         """
-        injection = self._find_excuse(outcome, failure)
+        excuses = (each for each in self.injections if each.can_excuse(outcome, failure, self._drain_seconds))
         if failure.kind in ALWAYS_EXCUSED:
-            self.tally.count(f"refused: {failure.kind}")
-        elif injection is not None:
-            self.tally.count(f"{injection.name}: {failure.kind}")
+            self.tally.counts[f"refused: {failure.kind}"] += 1
+        elif (injection := max(excuses, key=lambda each: each.began, default=None)) is not None:
+            self.tally.counts[f"{injection.name}: {failure.kind}"] += 1
         else:
-            self.tally.add_problem(
-                self._name_problem(outcome, failure), f"{what}{self._format_injections(outcome)}: {failure}"
-            )
+            meanwhile = [each for each in self.injections if each.overlaps(outcome)]
+            faults = [f"{each.name} {each.began - outcome.began:+.2f} s after it was sent" for each in meanwhile]
+            during = f"ended after {outcome.ended - outcome.began:.2f} s (during {', '.join(faults) or 'no fault'})"
+            self.tally.add_problem(_name_problem(failure, meanwhile), f"{what} {during}: {failure}")
 
-    def _find_excuse(self, outcome: Outcome, failure: Failure) -> Injection | None:
-        for injection in reversed(self.injections):
-            if injection.can_excuse(outcome, failure, self._drain_seconds):
-                return injection
-        return None
 
-    def _name_problem(self, outcome: Outcome, failure: Failure) -> str:
-        if failure.kind == NO_ANSWER:
-            return "requests without answer or error"
-        if failure.kind in (CONNECTION_CUT, REFUSED, STOPPING, ENGINE_UNAVAILABLE) and any(
-            s.orderly for s in self._find_injections(outcome)
-        ):
-            return "requests lost while the server drained"
-        return f"unexpected failures: {failure.kind}"
+def _get_texts(answer: Answer) -> dict[int, str]:
+    return {index: choice["text"] for index, choice in answer.choices.items()}
 
-    def _find_injections(self, outcome: Outcome) -> list[Injection]:
-        return [
-            injection
-            for injection in self.injections
-            if outcome.ended >= injection.began and (injection.ended is None or outcome.began <= injection.ended)
-        ]
 
-    def _format_injections(self, outcome: Outcome) -> str:
-        """Return a request's duration and the faults meanwhile as text, for a message."""
-        found = [
-            f"{each.name} {each.began - outcome.began:+.2f} s after it was sent"
-            for each in self._find_injections(outcome)
-        ]
-        seconds = f" ended after {outcome.ended - outcome.began:.2f} s"
-        return seconds + (f" (during {', '.join(found)})" if found else " (during no fault)")
+def _name_problem(failure: Failure, meanwhile: list[Injection]) -> str:
+    if failure.kind == NO_ANSWER:
+        return "requests without answer or error"
+    is_lost = failure.kind in (CONNECTION_CUT, REFUSED, STOPPING, ENGINE_UNAVAILABLE)
+    if is_lost and any(each.orderly for each in meanwhile):
+        return "requests lost while the server drained"
+    return f"unexpected failures: {failure.kind}"

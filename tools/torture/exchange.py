@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
 import httpx
 
+from loadtest.stream import iter_lines
 from tools.torture.answers import Answer
-from tools.torture.requests import MODEL, RequestSpec, SendOptions
+from tools.torture.requests import RequestSpec, SendOptions, make_body, make_headers
 
+TIMEOUT_SECONDS = 90.0  # after which a request without an answer or an error counts as lost
 # Kinds of failures: those that the server does not report, then codes of its errors, then malformed responses.
 REFUSED, CONNECTION_CUT, NO_ANSWER = "connection refused", "connection cut", "no answer"
 ENGINE_UNAVAILABLE, TEXT_UNAVAILABLE, STOPPING = "engine_unavailable", "text_unavailable", "server_stopping"
@@ -29,13 +31,13 @@ ERROR_FIELDS = {"message", "type", "param", "code"}  # of OpenAI's error object
 RETRY_STATUSES = (429, 503)  # statuses that must have Retry-After
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(Exception):
     """The reason why a request has no complete answer."""
 
-    kind: str  # an error's code, or one of the names above
-    message: str
-    status: int | None = None  # None: no response, or an error within a stream
+    def __init__(self, kind: str, message: str, status: int | None = None) -> None:
+        super().__init__(kind, message, status)
+        self.kind = kind  # an error's code, or one of the names above
+        self.status = status  # None: no response, or an error within a stream
 
 
 @dataclass
@@ -44,153 +46,109 @@ class Outcome:
 
     began: float
     ended: float = 0.0
-    answer: Answer = field(default_factory=Answer)
+    answer: Answer = field(default_factory=Answer)  # to a generation request
+    content: bytes = b""  # the body of a response that is not streamed
     failure: Failure | None = None
-    status: int | None = None
     client_left: bool = False  # whether the client disconnected on purpose
 
 
-class ExchangeFailed(Exception):
-    """Raised within an exchange to end it with a failure."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-
-
 class HttpClient:
-    """An HTTP client that counts responses by status."""
+    """An HTTP client that turns everything that can happen to a request into an outcome."""
 
-    def __init__(self, http: httpx.AsyncClient, timeout: float, statuses: Counter[int]) -> None:
-        self.statuses = statuses
+    def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
-        self._timeout = timeout
 
-    async def send(self, url: str, spec: RequestSpec, options: SendOptions) -> Outcome:
+    async def generate(self, url: str, spec: RequestSpec, options: SendOptions) -> Outcome:
         """Send a generation request with these options; return its outcome."""
-        outcome = Outcome(monotonic())
         request = self._http.build_request(
-            "POST", url + spec.path, json=make_body(spec, options), headers=make_headers(options), timeout=None
+            "POST", url + spec.path, json=make_body(spec, options), headers=make_headers(options)
         )
-        await self._run_exchange(self._generate(request, options, outcome), outcome)
-        return outcome
+        return await self._send(request, options)
 
-    async def call(
-        self, method: str, url: str, *, content: Any = None, headers: Mapping[str, str] | None = None
-    ) -> tuple[Outcome, bytes]:
-        """Send any other request; return its outcome, and the body of a response below 400."""
+    async def call(self, method: str, url: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Outcome:
+        """Send any other request; return its outcome."""
+        return await self._send(self._http.build_request(method, url, json=body, headers=headers), None)
+
+    async def _send(self, request: httpx.Request, options: SendOptions | None) -> Outcome:
+        """Send a request, with the options of a generation request; return its outcome."""
         outcome = Outcome(monotonic())
-        request = self._http.build_request(method, url, json=content, headers=headers, timeout=None)
-        received = bytearray()
-
-        async def receive() -> None:
-            answer = await self._http.send(request)
-            self._check_status(answer.status_code, answer.headers, answer.content, outcome)
-            received.extend(answer.content)
-
-        await self._run_exchange(receive(), outcome)
-        return outcome, bytes(received)
-
-    async def _run_exchange(self, exchange: Any, outcome: Outcome) -> None:
-        """Await an exchange, and store its failure and the end time in the outcome."""
+        leave_seconds = None if options is None else options.leave_seconds
         try:
-            async with asyncio.timeout(self._timeout):
-                await exchange
-        except TimeoutError:
-            outcome.failure = Failure(NO_ANSWER, f"neither an answer nor an error within {self._timeout:g} s")
-        except ExchangeFailed as failed:
-            outcome.failure = failed.failure
-        except httpx.ConnectError as error:
-            outcome.failure = Failure(REFUSED, repr(error))
-        except httpx.TransportError as error:
-            outcome.failure = Failure(CONNECTION_CUT, repr(error))
-        except (ValueError, KeyError, TypeError) as error:
-            outcome.failure = Failure(MALFORMED_ANSWER, repr(error), outcome.status)
-        outcome.ended = monotonic()
-
-    async def _generate(self, request: httpx.Request, options: SendOptions, outcome: Outcome) -> None:
-        try:
-            async with asyncio.timeout(options.leave_seconds):
+            async with asyncio.timeout(TIMEOUT_SECONDS if leave_seconds is None else leave_seconds):
                 await self._receive(request, options, outcome)
         except TimeoutError:
-            if options.leave_seconds is None:
-                raise
-            outcome.client_left = True
+            outcome.client_left = leave_seconds is not None
+            if not outcome.client_left:
+                outcome.failure = Failure(NO_ANSWER, f"neither an answer nor an error within {TIMEOUT_SECONDS:g} s")
+        except Failure as failure:
+            outcome.failure = failure
+        except httpx.TransportError as error:
+            kind = REFUSED if isinstance(error, httpx.ConnectError) else CONNECTION_CUT
+            outcome.failure = Failure(kind, repr(error))
+        except (ValueError, KeyError, TypeError) as error:
+            outcome.failure = Failure(MALFORMED_ANSWER, repr(error))
+        outcome.ended = monotonic()
+        return outcome
 
-    async def _receive(self, request: httpx.Request, options: SendOptions, outcome: Outcome) -> None:
+    async def _receive(self, request: httpx.Request, options: SendOptions | None, outcome: Outcome) -> None:
+        """Send a request and read the response; raise Failure if it is an error."""
         response = await self._http.send(request, stream=True)
         try:
-            if response.status_code != 200 or not options.stream:
-                content = await response.aread()
-                self._check_status(response.status_code, response.headers, content, outcome)
+            if response.status_code == 200 and options is not None and options.stream:
+                await _read_stream(response, options, outcome)
+                return
+            content = await response.aread()
+            if response.status_code >= 400:
+                raise _parse_response(response)
+            outcome.content = content
+            if options is not None:
                 outcome.answer.take(json.loads(content))
-            else:
-                self._check_status(200, response.headers, b"", outcome)
-                await self._read_stream(response, options, outcome)
         finally:
             await response.aclose()
 
-    async def _read_stream(self, response: httpx.Response, options: SendOptions, outcome: Outcome) -> None:
-        events = 0
-        async for data in _iter_events(response.aiter_bytes()):
-            if options.leave_after is not None and events >= options.leave_after:
-                outcome.client_left = True
-                return
-            if data == b"[DONE]":
-                return
-            body = json.loads(data)
-            if "error" in body:
-                raise ExchangeFailed(_parse_failure(None, body))
-            outcome.answer.take(body)
-            events += 1
-        raise ExchangeFailed(Failure(UNFINISHED, f"the stream ended after {events} events"))
 
-    def _check_status(self, status: int, headers: Mapping[str, str], content: bytes, outcome: Outcome) -> None:
-        """Store and count the status; raise ExchangeFailed if it is an error."""
-        outcome.status = status
-        self.statuses[status] += 1
-        if status < 400:
+@asynccontextmanager
+async def open_http_client() -> AsyncIterator[HttpClient]:
+    """Open an HTTP client that ignores proxy settings in the environment."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as http:
+        yield HttpClient(http)
+
+
+async def _read_stream(response: httpx.Response, options: SendOptions, outcome: Outcome) -> None:
+    events = 0
+    async for line in iter_lines(response.aiter_bytes()):
+        if not line.startswith(b"data: "):
+            continue
+        if options.leave_after is not None and events >= options.leave_after:
+            outcome.client_left = True
             return
-        try:
-            failure = _parse_failure(status, json.loads(content))
-        except ValueError:
-            failure = Failure(MALFORMED_ERROR, f"{status} {content[:200]!r}", status)
-        if status in RETRY_STATUSES and "retry-after" not in headers:
-            failure = Failure(MALFORMED_ERROR, f"{status} without Retry-After: {failure.message}", status)
-        raise ExchangeFailed(failure)
+        if (data := line.removeprefix(b"data: ")) == b"[DONE]":
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise _parse_error(None, chunk)
+        outcome.answer.take(chunk)
+        events += 1
+    raise Failure(UNFINISHED, f"the stream ended after {events} events")
 
 
-async def _iter_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the data of server-sent events. Lines end at line feeds only, not at other Unicode line separators."""
-    rest = b""
-    async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: "):
-                yield line.removeprefix(b"data: ")
+def _parse_response(response: httpx.Response) -> Failure:
+    """Return the failure that an error response describes."""
+    status = response.status_code
+    try:
+        failure = _parse_error(status, response.json())
+    except ValueError:
+        return Failure(MALFORMED_ERROR, f"{response.content[:200]!r}", status)
+    if status in RETRY_STATUSES and "retry-after" not in response.headers:
+        return Failure(MALFORMED_ERROR, f"no Retry-After: {failure}", status)
+    return failure
 
 
-def _parse_failure(status: int | None, body: Any) -> Failure:
+def _parse_error(status: int | None, body: Any) -> Failure:
     """Return the failure that an error object describes."""
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict) or error.keys() != ERROR_FIELDS or not error["message"]:
-        return Failure(MALFORMED_ERROR, f"{status} {body!r}", status)
+        return Failure(MALFORMED_ERROR, f"{body!r}", status)
     plain = INTERNAL if error["type"] == "server_error" else f"refused with {status}"
     return Failure(error["code"] or plain, error["message"], status)
-
-
-# ---------------------------------------------------------------- making requests
-def make_body(spec: RequestSpec, options: SendOptions) -> dict[str, Any]:
-    body = {"model": MODEL, **spec.body, **options.extra_body}
-    if options.stream:
-        body["stream"] = True
-    if options.named_by == "body":
-        body["kv_cache"] = options.instance
-    elif options.named_by == "model":
-        body["model"] = f"{MODEL}:{options.instance}"
-    return body
-
-
-def make_headers(options: SendOptions) -> dict[str, str]:
-    chosen = {"X-KV-Cache": options.instance} if options.named_by == "header" else {}
-    return {"Authorization": f"Bearer {options.api_key}"} | chosen

@@ -6,25 +6,25 @@ Knows processes and signals; neither requests nor answers.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from time import monotonic
 
 import psutil
 
+from tools.torture.checker import Tally
 from tools.torture.exchange import CONNECTION_CUT, ENGINE_UNAVAILABLE, REFUSED, STOPPING, TEXT_UNAVAILABLE
-from tools.torture.server_process import POLL_SECONDS, ServerProcess
-from tools.torture.tally import Tally
+from tools.torture.server_process import DRAIN_SECONDS, ServerProcess
 
 ORPHAN_SECONDS = 5.0  # for which children may outlive their supervisor
 PAUSE_SECONDS = (0.2, 2.0)  # shortest and longest time for which a process is stopped
 SIGTERM_SECONDS = 1.0  # within which a process that does not block SIGTERM ends
 REPLACEMENT_SECONDS = 60.0  # within which a hanging process must be replaced
-STOP_MARGIN_SECONDS = 10.0  # in addition to the drain, within which a server must end after a signal
+STOP_SECONDS = DRAIN_SECONDS + 10.0  # within which a server must end after a signal
 
 NO_FAILURES: frozenset[str] = frozenset()
 WORKER_FAILURES = frozenset({CONNECTION_CUT})
@@ -40,10 +40,9 @@ class FaultTarget:
     server: ServerProcess
     draw: Random
     tally: Tally
-    drain_seconds: float
 
 
-Affected = list[psutil.Process] | None  # processes that must end because of a fault; None: no process to act on
+Affected = Sequence[psutil.Process] | None  # processes that must end because of a fault; None: no process to act on
 
 
 @dataclass(frozen=True)
@@ -58,29 +57,21 @@ class Fault:
 
 
 # ---------------------------------------------------------------- single processes
-Choose = Callable[[FaultTarget], list[psutil.Process]]
+Choose = Callable[[FaultTarget], Sequence[psutil.Process]]
 
 
-def _engine(target: FaultTarget) -> list[psutil.Process]:
-    engine = target.server.find_roles().engine
-    return [] if engine is None else [engine]
+def _children(target: FaultTarget) -> Sequence[psutil.Process]:
+    roles = target.server.find_roles()
+    return [*roles.engines, *roles.workers]
 
 
-def _worker(target: FaultTarget) -> list[psutil.Process]:
-    return _choose_one(target, target.server.find_roles().workers)
+def _one(role: str, target: FaultTarget) -> Sequence[psutil.Process]:
+    """Return a random process of a role (a field of `Roles`), if there is one."""
+    processes: Sequence[psutil.Process] = getattr(target.server.find_roles(), role)
+    return target.draw.sample(processes, min(1, len(processes)))
 
 
-def _helper(target: FaultTarget) -> list[psutil.Process]:
-    return _choose_one(target, target.server.find_roles().helpers)
-
-
-def _children(target: FaultTarget) -> list[psutil.Process]:
-    return [*_engine(target), *target.server.find_roles().workers]
-
-
-def _choose_one(target: FaultTarget, processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Return a random one of the processes, as a list; empty if there are none."""
-    return [target.draw.choice(processes)] if processes else []
+_engine, _worker, _helper = partial(_one, "engines"), partial(_one, "workers"), partial(_one, "helpers")
 
 
 def _send_signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
@@ -96,17 +87,10 @@ async def _kill(choose: Choose, target: FaultTarget) -> Affected:
 
 
 async def _terminate(choose: Choose, target: FaultTarget) -> Affected:
-    """Send SIGTERM to children of the supervisor; return them if they end, and [] if they block the signal."""
+    """Send SIGTERM to children of the supervisor; return those that end: they may block the signal."""
     _send_signal(processes := choose(target), signal.SIGTERM)
-    if not processes:
-        return None
-    deadline = monotonic() + SIGTERM_SECONDS
-    while monotonic() < deadline:
-        left = _children(target)
-        if not all(each in left for each in processes):
-            return processes
-        await asyncio.sleep(POLL_SECONDS)
-    return []
+    ended, _ = await asyncio.to_thread(psutil.wait_procs, processes, SIGTERM_SECONDS)
+    return ended if processes else None
 
 
 async def _pause(choose: Choose, target: FaultTarget) -> Affected:
@@ -122,51 +106,49 @@ async def _pause(choose: Choose, target: FaultTarget) -> Affected:
 async def _hang(choose: Choose, target: FaultTarget) -> Affected:
     """Stop processes with SIGSTOP; the supervisor must notice it and replace them."""
     _send_signal(processes := choose(target), signal.SIGSTOP)
-    if not processes:
-        return None
     _, left = await asyncio.to_thread(psutil.wait_procs, processes, REPLACEMENT_SECONDS)
     for each in left:
         target.tally.add_problem("hangs not noticed", f"{each} hung for {REPLACEMENT_SECONDS:g} s and was not replaced")
     _send_signal(left, signal.SIGCONT)
-    return []
+    return [] if processes else None
 
 
 # ---------------------------------------------------------------- the whole server
-async def _restart(number: signal.Signals, target: FaultTarget, *, group: bool = False) -> Affected:
+async def _restart(number: signal.Signals, group: bool, target: FaultTarget) -> Affected:
     """Stop the server with a signal that lets it drain, and start it again."""
-    children = target.server.find_processes()[1:]
-    target.server.send_signal(number, group=group)
-    code = await target.server.wait(target.drain_seconds + STOP_MARGIN_SECONDS)
-    if code != 0:
-        target.tally.add_problem("unclean ends", f"{number.name}{' to the group' if group else ''}: exit code {code}")
-    return await _start_again(target, children)
-
-
-async def _kill_server(target: FaultTarget) -> Affected:
-    children = target.server.find_processes()[1:]
-    target.server.send_signal(signal.SIGKILL)
-    await target.server.wait(ORPHAN_SECONDS)
-    return await _start_again(target, children)
-
-
-async def _start_again(target: FaultTarget, children: list[psutil.Process]) -> Affected:
-    """Check that no process or socket folder of the server is left, and start it again."""
-    await _end_leftovers(target, children)
-    before = target.server.find_socket_folders()
+    await stop_server(target.server, target.tally, number, group=group)
     await target.server.start()
-    for folder in before & target.server.find_socket_folders():
-        target.tally.add_problem("socket folders left behind", f"{folder}, also by the next start")
-        target.server.remove_socket_folder(folder)
     return []
 
 
-async def _end_leftovers(target: FaultTarget, children: list[psutil.Process]) -> None:
-    """Count processes that outlive their server as problems, and kill them."""
-    await count_orphans(target.tally, children)
-    target.server.kill()
+async def stop_server(server: ServerProcess, tally: Tally, number: signal.Signals, *, group: bool = False) -> None:
+    """Stop the server with a signal that lets it drain; count what it should not do or leave behind as problems."""
+    children = server.find_processes()[1:]
+    server.send_signal(number, group=group)
+    if (code := await server.wait(STOP_SECONDS)) != 0:
+        tally.add_problem("unclean ends", f"{number.name}{' to the group' if group else ''}: exit code {code}")
+    await end_orphans(tally, children)
+    server.kill()
+    if left := server.find_socket_folders():
+        tally.add_problem("socket folders left behind", ", ".join(map(str, left)))
 
 
-async def count_orphans(tally: Tally, processes: Sequence[psutil.Process]) -> None:
+async def _kill_server(target: FaultTarget) -> Affected:
+    """Kill the supervisor; its children must end, and the next start must remove its socket folder."""
+    server, children = target.server, target.server.find_processes()[1:]
+    server.send_signal(signal.SIGKILL)
+    await server.wait(ORPHAN_SECONDS)
+    await end_orphans(target.tally, children)
+    server.kill()
+    before = server.find_socket_folders()
+    await server.start()
+    for folder in before & server.find_socket_folders():
+        target.tally.add_problem("socket folders left behind", f"{folder}, also by the next start")
+        shutil.rmtree(folder, ignore_errors=True)
+    return []
+
+
+async def end_orphans(tally: Tally, processes: Sequence[psutil.Process]) -> None:
     """Count processes that outlive their parent by ORPHAN_SECONDS as problems, and kill them."""
     _, left = await asyncio.to_thread(psutil.wait_procs, processes, ORPHAN_SECONDS)
     for each in left:
@@ -177,7 +159,7 @@ async def count_orphans(tally: Tally, processes: Sequence[psutil.Process]) -> No
 
 # ---------------------------------------------------------------- all of them
 def _make_restart(name: str, description: str, number: signal.Signals, *, group: bool) -> Fault:
-    inject = partial(_restart, number, group=group)
+    inject = partial(_restart, number, group)
     return Fault(name, f"{number.name} to {description}, and a new start", inject, SHUTDOWN_FAILURES, orderly=True)
 
 

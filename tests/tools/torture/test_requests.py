@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tools.torture.exchange import make_body
-from tools.torture.requests import INSTANCES, draw_send_options, draw_specs, make_reference_options
+from tools.torture.requests import INSTANCES, draw_send_options, draw_specs, make_body, make_reference_options
 
 
 def test_a_seed_repeats_everything() -> None:
@@ -23,10 +22,3 @@ def test_the_manner_touches_nothing_that_decides_the_answer() -> None:
             assert spec.body.items() <= body.items()
             assert options.instance in INSTANCES[spec.family]
             assert not (options.stream and "best_of" in body)
-
-
-def test_an_ask_becomes_a_request_of_the_engine_for_each_prompt_and_choice() -> None:
-    for spec in draw_specs(Random(), 100):
-        prompt = spec.body.get("prompt", "")
-        prompts = len(prompt) if prompt and isinstance(prompt[0], list) else 1
-        assert spec.sequences == prompts * spec.body.get("best_of", spec.body.get("n", 1))

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tools.torture.trends import MAX_POINTS, fit_slope, second_half, thin_points
+from tools.torture.growth import MAX_POINTS, fit_slope, second_half
 
 
 @pytest.fixture
@@ -42,11 +42,10 @@ def test_the_interval_holds_the_slope_nearly_always(draw: Random) -> None:
     assert hits >= 170
 
 
-def test_many_points_become_few_that_lie_on_the_same_line() -> None:
-    points = [(float(x), 7.0 * x) for x in range(1001)]
-    few = thin_points(points, MAX_POINTS)
-    assert len(few) == MAX_POINTS
-    assert all(y == 7 * x for x, y in few)
+def test_many_points_are_reduced_and_lie_on_the_same_line() -> None:
+    found = fit_slope([(float(x), 7.0 * x) for x in range(8 * MAX_POINTS + 41)])
+    assert found is not None
+    assert (found.value, found.low, found.high) == pytest.approx((7, 7, 7))
 
 
 def test_few_points_have_no_slope() -> None:
