@@ -17,9 +17,8 @@ from tools.server_process import RunError
 from tools.validation.gguf_files import write_float32
 from tools.validation.kvmux import KvmuxServer, list_strategies, serve
 from tools.validation.llama_cpp import LlamaCppServer, get_llama_cpp_version, serve_llama_cpp
-from tools.validation.predictions import Agreement, GreedyAgreement, GreedyText, Predictions
-from tools.validation.subjects import SIZES, SUBJECTS, Sizes, Subject, is_there, make_subject
-from tools.validation.texts import TRICKY_TEXTS
+from tools.validation.predictions import Bounds, Results, compare
+from tools.validation.subjects import SIZES, SUBJECTS, TRICKY_TEXTS, Sizes, Subject, is_there, make_subject
 
 # How llama.cpp computes: name of the row, type of keys and values. Everything is compared with the first row.
 FLOAT32, AS_STORED = "float32", "as stored"
@@ -27,14 +26,6 @@ LLAMA_CPP_ROWS = {FLOAT32: "f32", AS_STORED: "f32", "float32, cache q8_0": "q8_0
 DTYPES = {"float32": "f32", "bfloat16": "auto"}  # of kvmux: --dtype and --weights; auto: as they are served by default
 PROMPT_TOKENS = 24  # of a greedy text
 LLAMA_CPP, KVMUX, TOKENS = "llama.cpp", "kvmux", "tokens of texts"
-
-
-class Bounds(NamedTuple):
-    """How far an exact strategy may be from llama.cpp with float32. docs/laboratory/validation.md gives the reasons."""
-
-    perplexity: float  # relative
-    mean_difference: float  # of log-probabilities, in nats
-    near_tie: float  # nats between the two likeliest tokens, below which rounding may decide which of them comes first
 
 
 # Of kvmux by --dtype, and of llama.cpp where it reads the file as it is stored and rounds activations to 8 bits.
@@ -135,13 +126,6 @@ def _measure(variants: Mapping[str, Variant], file: PreparedFile, name: str) -> 
 
 
 # ---------------------------------------------------------------- one file
-class Results(NamedTuple):
-    """What one program computed in one way."""
-
-    predictions: Predictions
-    greedy: Sequence[GreedyText]
-
-
 @dataclass
 class PreparedFile:
     """One GGUF file, the texts that both programs compute, and a server of kvmux that goes on running."""
@@ -211,22 +195,6 @@ class PreparedFile:
         return Reading(
             row, total - len(wrong), reason="; ".join(f"the tokens of {text[:40]!r} differ" for text in wrong)
         )
-
-
-def compare(own: Results, base: Results, bounds: Bounds, *, exact: bool) -> Iterator[Reading]:
-    """Yield the agreement of results with those of llama.cpp's first row; the bounds are goals if they are `exact`."""
-    found = Agreement.between(own.predictions, base.predictions)
-    greedy = GreedyAgreement.between(own.greedy, base.greedy)
-    ratio, mean, clear = (100 * bounds.perplexity, bounds.mean_difference, 0) if exact else (None, None, None)
-    yield Reading(Row("perplexity", digits=5), found.perplexity)
-    yield Reading(Row("differs from llama.cpp's by", "%", goal=ratio), 100 * abs(found.perplexity_ratio - 1))
-    yield Reading(Row("log-probability, mean difference", "nats", goal=mean), found.mean_difference)
-    yield Reading(Row("largest difference", "nats"), found.max_difference)
-    yield Reading(Row("same likeliest token", "%", lower_is_better=False), 100 * found.same_top)
-    yield Reading(Row("greedy texts equal", f"of {greedy.texts}", lower_is_better=False), greedy.equal_texts)
-    tokens = 100 * greedy.equal_tokens / greedy.tokens if greedy.tokens else 100.0
-    yield Reading(Row("greedy tokens equal", "%", lower_is_better=False), tokens)
-    yield Reading(Row("clear differences", goal=clear), greedy.count_clear(bounds.near_tie))
 
 
 GROUP = Group(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from cache_strategies.registry import list_kinds
 from tools.server_process import run_server
@@ -52,7 +53,7 @@ class KvmuxServer:
             for i in range(len(window) - predicted, len(window)):
                 log_probs.append(scores[i][str(window[i])]["logprob"])
                 likeliest.append(frozenset(int(token) for token, each in scores[i].items() if each["rank"] == 1))
-        return Predictions.from_log_probs(log_probs, likeliest)
+        return Predictions(np.array(log_probs), likeliest)
 
     def continue_greedily(
         self, strategy: str, prompts: Sequence[Sequence[int]], max_tokens: int, eos_ids: frozenset[int]
@@ -87,9 +88,10 @@ def serve(
     flags = ["--config", str(config), "--model", str(file), "--dtype", dtype, "--weights", weights]
     flags += ["--threads", str(threads)]
     size = ["--max-seq-len", str(longest), "--kv-memory", "1GiB", "--log-level", "warning"]
-    with ExitStack() as stack:
-        url = stack.enter_context(run_server([*flags, *size])).url
-        http = stack.enter_context(httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False))
+    with (
+        run_server([*flags, *size]) as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT, trust_env=False) as http,
+    ):
         model = http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         listed = http.get("/v1/kv_cache").raise_for_status().json()["data"]
         yield KvmuxServer(http, model, {each["name"]: each["contract"]["exact"] for each in listed})

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import numpy as np
 
 from tools.peers.programs import ServerNeeds, ServerProgram, StartCommand, run_program
 from tools.validation.predictions import GreedyText, Predictions, strip_end
@@ -42,7 +43,7 @@ class LlamaCppServer:
         """
         found = _map_in_slots(lambda slot, window: list(self._predict_one(slot, window, predicted)), windows)
         log_probs, likeliest = zip(*(each for window in found for each in window), strict=True)
-        return Predictions.from_log_probs(log_probs, [frozenset({token}) for token in likeliest])
+        return Predictions(np.array(log_probs), [frozenset({token}) for token in likeliest])
 
     def _predict_one(self, slot: int, window: Sequence[int], predicted: int) -> Iterator[tuple[float, int]]:
         """Yield (log-probability of the token, likeliest token) of each predicted token."""

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
-from tools.validation.predictions import Agreement, GreedyAgreement, GreedyText, Predictions, count_equal
+from tools.validation.predictions import Bounds, GreedyText, Predictions, Results, compare, count_equal, find_margins
 
 
-def predictions(log_probs: list[float], likeliest: list[int]) -> Predictions:
-    return Predictions.from_log_probs(log_probs, [frozenset({token}) for token in likeliest])
+def predictions(log_probs: Sequence[float], likeliest: Sequence[int]) -> Predictions:
+    return Predictions(np.array(log_probs), [frozenset({token}) for token in likeliest])
+
+
+def read(own: Results, base: Results, near_tie: float = 0.01) -> dict[str, float | None]:
+    readings = compare(own, base, Bounds(0.1, 0.1, near_tie), exact=True)
+    return {each.row.what: each.value for each in readings}
 
 
 def test_predictions_are_compared_by_position() -> None:
-    base = predictions([-1.0, -2.0, -3.0, -2.0], [1, 2, 3, 4])
-    own = predictions([-1.0, -2.5, -2.0, -2.0], [1, 2, 9, 4])
-    found = Agreement.between(own, base)
-    assert found.positions == 4
-    assert found.perplexity == pytest.approx(math.exp(7.5 / 4))
-    assert found.perplexity_ratio == pytest.approx(math.exp(-0.5 / 4))
-    assert (found.mean_difference, found.max_difference) == pytest.approx((1.5 / 4, 1.0))
-    assert found.same_top == 0.75
-    equal = Agreement.between(base, base)
-    assert (equal.perplexity_ratio, equal.max_difference, equal.same_top) == (1, 0, 1)
+    base = Results(predictions([-1.0, -2.0, -3.0, -2.0], [1, 2, 3, 4]), [])
+    found = read(Results(predictions([-1.0, -2.5, -2.0, -2.0], [1, 2, 9, 4]), []), base)
+    assert found["perplexity"] == pytest.approx(math.exp(7.5 / 4))
+    assert found["differs from llama.cpp's by"] == pytest.approx(100 * (1 - math.exp(-0.5 / 4)))
+    assert found["log-probability, mean difference"] == pytest.approx(1.5 / 4)
+    assert found["largest difference"] == pytest.approx(1.0)
+    assert found["same likeliest token"] == 75
+    equal = read(base, base)
+    assert (equal["differs from llama.cpp's by"], equal["largest difference"]) == (0, 0)
+    assert equal["same likeliest token"] == 100
 
 
 def test_one_of_several_equally_likely_tokens_is_enough() -> None:
-    base = Predictions.from_log_probs([-1.0], [frozenset({3, 4})])
-    assert Agreement.between(predictions([-1.0], [4]), base).same_top == 1
+    base = Results(Predictions(np.array([-1.0]), [frozenset({3, 4})]), [])
+    assert read(Results(predictions([-1.0], [4]), []), base)["same likeliest token"] == 100
 
 
 def test_a_greedy_text_differs_without_a_near_tie() -> None:
@@ -42,12 +49,13 @@ def test_a_greedy_text_differs_without_a_near_tie() -> None:
         GreedyText([1, 2, 3], [5.0, 5.0, 2.0]),  # theirs ends
         GreedyText([4, 2, 3], [0.001, 5.0, 5.0]),  # a near tie only for us
     ]
-    found = GreedyAgreement.between(ours, theirs)
-    assert (found.texts, found.equal_texts) == (5, 1)
-    assert (found.tokens, found.equal_tokens) == (14, 3 + 1 + 2 + 2)
-    assert found.margins == [0.002, 5.0, 5.0, 5.0]
-    assert found.count_clear(0.01) == 3
-    assert found.count_clear(0.001) == 4
+    same = predictions([-1.0], [1])
+    found = read(Results(same, ours), Results(same, theirs))
+    assert found["greedy texts equal"] == 1
+    assert found["greedy tokens equal"] == pytest.approx(100 * (3 + 1 + 2 + 2) / 14)
+    assert find_margins(ours, theirs) == [0.002, 5.0, 5.0, 5.0]
+    assert found["clear differences"] == 3
+    assert read(Results(same, ours), Results(same, theirs), 0.001)["clear differences"] == 4
 
 
 def test_the_beginning_that_two_texts_share() -> None:

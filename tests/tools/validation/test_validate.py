@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cache_strategies.registry import list_kinds
@@ -15,9 +16,9 @@ from tools.bench.report import replace_section
 from tools.bench.runner import Effort, Reading, Sample, run_cases
 from tools.real_models import REAL_MODELS
 from tools.validation import cases
-from tools.validation.cases import BOUNDS, GROUP, Results, compare, make_case
+from tools.validation.cases import BOUNDS, GROUP, make_case
 from tools.validation.kvmux import make_config
-from tools.validation.predictions import GreedyText, Predictions
+from tools.validation.predictions import GreedyText, Predictions, Results, compare
 from tools.validation.subjects import Sizes
 
 ROOT = Path(__file__).parents[3]
@@ -73,7 +74,7 @@ def test_the_settings_have_every_kind() -> None:
 # -------------------------------------------------------------------- bounds
 def make_results(shift: float = 0.0, margin: float | None = None) -> Results:
     """Return log-probabilities off by `shift`, and a greedy text that parts where the margin is `margin`."""
-    predictions = Predictions.from_log_probs([-1.0 + shift, -2.0 + shift], [frozenset({1}), frozenset({2})])
+    predictions = Predictions(np.array([-1.0 + shift, -2.0 + shift]), [frozenset({1}), frozenset({2})])
     text = GreedyText([1, 2], [5.0, 5.0]) if margin is None else GreedyText([1, 9], [5.0, margin])
     return Results(predictions, [text])
 
