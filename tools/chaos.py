@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from random import Random
 from statistics import median
 from time import monotonic
@@ -65,20 +64,12 @@ async def run_chaos(flags: argparse.Namespace) -> Report:
     return injector.make_report(monotonic() - began)
 
 
-@dataclass
-class Recoveries:
-    """How the server recovered from one kind of fault."""
-
-    injected: int = 0  # without the times when there was no process to act on
-    answering_seconds: list[float] = field(default_factory=list)  # from each fault until a completion succeeds
-    whole_seconds: list[float] = field(default_factory=list)  # from each fault until all processes are back
-
-
 class FaultInjector:
     """Injects one fault after another while the clients of a load run."""
 
     def __init__(self, faults: Sequence[Fault], load: Load, seed: str, show_status: Callable[[str], None]) -> None:
-        self._recoveries = {fault.name: Recoveries() for fault in faults}
+        # of each fault: the seconds until a completion succeeds, and until all processes are back
+        self._recoveries: dict[str, list[Sequence[float]]] = {fault.name: [] for fault in faults}
         self._faults = faults
         self._load = load
         self._server = load.server
@@ -131,21 +122,16 @@ class FaultInjector:
         async def is_whole() -> bool:
             return not any(map(is_alive, affected)) and self._server.find_roles().complete
 
-        recoveries = self._recoveries[injection.name]
-        recoveries.injected += 1
-        deadline = monotonic() + RECOVERY_SECONDS
-        if await self._wait(self._is_answering, deadline, injection.name):
-            recoveries.answering_seconds.append(monotonic() - injection.began)
-        if await self._wait(is_whole, deadline, injection.name):
-            recoveries.whole_seconds.append(monotonic() - injection.began)
-
-    async def _wait(self, recovered: Callable[[], Awaitable[bool]], deadline: float, fault: str) -> bool:
-        while not await recovered():
-            if monotonic() > deadline:
-                self._tally.add_problem("recoveries that did not come", f"{fault}: {self._server.find_roles()}")
-                return False
-            await asyncio.sleep(POLL_SECONDS)
-        return True
+        deadline, seconds = monotonic() + RECOVERY_SECONDS, list[float]()
+        for recovered in (self._is_answering, is_whole):
+            while not await recovered():
+                if monotonic() > deadline:
+                    missing = f"{injection.name}: {self._server.find_roles()}"
+                    self._tally.add_problem("recoveries that did not come", missing)
+                    return
+                await asyncio.sleep(POLL_SECONDS)
+            seconds.append(monotonic() - injection.began)
+        self._recoveries[injection.name].append(seconds)
 
     async def _is_answering(self) -> bool:
         """Return whether the server is ready and a completion succeeds."""
@@ -156,20 +142,19 @@ class FaultInjector:
         return outcome.failure is None
 
     def make_report(self, seconds: float) -> Report:
-        faults = {
-            name: {
-                "injected": each.injected,
-                "answering_seconds": _summarize(each.answering_seconds),
-                "whole_seconds": _summarize(each.whole_seconds),
-            }
-            for name, each in self._recoveries.items()
-        }
+        faults = {name: _summarize(recoveries) for name, recoveries in self._recoveries.items()}
         run = {"seconds": round(seconds), "starts": self._server.starts, "faults": faults}
         return run | report_tally(self._tally)
 
 
-def _summarize(seconds: Sequence[float]) -> str:
-    return f"median {median(seconds):.2f}, at most {max(seconds):.2f}" if seconds else ""
+def _summarize(recoveries: Sequence[Sequence[float]]) -> dict[str, object]:
+    """Return how often a fault was injected, and the medians and maxima of the seconds to recover."""
+    if not recoveries:
+        return {"injected": 0}
+    answering, whole = (
+        f"median {median(each):.2f}, at most {max(each):.2f} s" for each in zip(*recoveries, strict=True)
+    )
+    return {"injected": len(recoveries), "answering": answering, "whole": whole}
 
 
 if __name__ == "__main__":

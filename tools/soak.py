@@ -21,7 +21,7 @@ from prometheus_client.samples import Sample
 from tools.status_line import status_line
 from tools.torture.administration import reset_admin_state, send_random_admin_call
 from tools.torture.clients import Load, run_client, start_clients
-from tools.torture.exchange import open_http_client
+from tools.torture.exchange import call, open_http_client
 from tools.torture.growth import MemorySamples, name_processes
 from tools.torture.running import (
     Report,
@@ -133,7 +133,7 @@ class Soak:
     async def _fetch_metrics(self) -> list[Sample]:
         """Return the server's metrics, read over a new connection."""
         async with open_http_client() as http:
-            outcome = await http.call("GET", f"{self._server.url}/metrics")
+            outcome = await call(http, "GET", f"{self._server.url}/metrics")
         if outcome.failure is not None:
             self._tally.add_problem("failed requests for /metrics", str(outcome.failure))
         families = text_string_to_metric_families(outcome.content.decode())
@@ -159,8 +159,8 @@ class Soak:
             if judged and each.exceeds(MEMORY_BOUND):
                 self._tally.add_problem("growth", f"{each.role} by more than {MEMORY_BOUND:g} MiB an hour: {each}")
         run = {"seconds": round(self._seconds), "rounds": self._rounds, "slopes_judged": judged}
-        memory = {f"{each.role}: {each.what}": str(each) for each in trends}
-        return run | {"memory": memory} | report_tally(self._tally)
+        memory = {each.role: str(each) for each in trends}
+        return run | {"private_mib": memory} | report_tally(self._tally)
 
 
 def find_wrong_gauges(metrics: Sequence[Sample]) -> Iterator[str]:

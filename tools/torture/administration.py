@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from tools.torture.clients import Load
-from tools.torture.exchange import Outcome
+from tools.torture.exchange import Outcome, call
 from tools.torture.requests import SALTS, TENANTS, RequestSpec, SendOptions
 from tools.torture.server_process import ADMIN_TOKEN
 
@@ -69,7 +69,7 @@ async def reset_admin_state(load: Load, url: str) -> None:
 
 async def _call(load: Load, name: str, method: str, url: str, body: Any = None) -> Outcome:
     """Send an admin request and count it; return its outcome, which has the response body if it succeeded."""
-    outcome = await load.http.call(method, url, body=body, headers={"Authorization": f"Bearer {ADMIN_TOKEN}"})
+    outcome = await call(load.http, method, url, body=body, headers={"Authorization": f"Bearer {ADMIN_TOKEN}"})
     if (failure := outcome.failure) is None:
         load.checker.tally.counts[f"admin calls: {name}"] += 1
     elif failure.status in ALLOWED_STATUSES:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
 
+import httpx
+
 from tools.torture.answers import find_difference
 from tools.torture.checker import Checker
-from tools.torture.exchange import MALFORMED_ERROR, HttpClient, Outcome
+from tools.torture.exchange import MALFORMED_ERROR, Outcome, call, generate
 from tools.torture.requests import (
     CHATS,
     COMPLETIONS,
@@ -35,14 +37,14 @@ class Load:
     """The state that all clients share; they send requests while `running` is set."""
 
     server: ServerProcess
-    http: HttpClient
+    http: httpx.AsyncClient
     checker: Checker
     specs: Sequence[RequestSpec]
     running: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def check_answer(self, url: str, spec: RequestSpec, options: SendOptions) -> Outcome:
         """Send a request of the load, and check its answer."""
-        outcome = await self.http.generate(url, spec, options)
+        outcome = await generate(self.http, url, spec, options)
         self.checker.check(spec, outcome)
         return outcome
 
@@ -68,7 +70,7 @@ async def ask_and_compare(load: Load, draw: Random, url: str) -> Outcome:
 async def poll(load: Load, draw: Random, url: str) -> Outcome:
     """Send a GET request to a random route that operators poll."""
     path = draw.choice(PATHS)
-    outcome = await load.http.call("GET", url + path, headers={"Authorization": f"Bearer {TENANTS[0]}"})
+    outcome = await call(load.http, "GET", url + path, headers={"Authorization": f"Bearer {TENANTS[0]}"})
     load.checker.tally.counts["polls"] += 1
     if outcome.failure is not None:
         load.checker.record_failure(outcome, outcome.failure, f"GET {path}")
@@ -82,7 +84,7 @@ async def probe_isolation(load: Load, draw: Random, url: str) -> Outcome:
     instance = draw.choice(("paged", "contiguous", "small_blocks"))
     answers = []
     for key in (tenant, tenant, other):
-        outcome = await load.http.generate(url, spec, SendOptions(instance, key))
+        outcome = await generate(load.http, url, spec, SendOptions(instance, key))
         tally.counts["requests sent"] += 1
         if outcome.failure is not None:
             load.checker.record_failure(outcome, outcome.failure, "probe of isolation")
@@ -131,7 +133,7 @@ async def send_malformed(load: Load, draw: Random, url: str) -> Outcome | None:
     tally = load.checker.tally
     wrong = draw.choice(MALFORMED)
     headers = {"Authorization": f"Bearer {wrong.api_key}"}
-    outcome = await load.http.call(wrong.method, url + wrong.path, body=wrong.body, headers=headers)
+    outcome = await call(load.http, wrong.method, url + wrong.path, body=wrong.body, headers=headers)
     what = f"{wrong.method} {wrong.path} {json.dumps(wrong.body)[:200]}"
     if outcome.failure is None:
         tally.add_problem("malformed requests that were answered", what)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -52,67 +51,63 @@ class Outcome:
     client_left: bool = False  # whether the client disconnected on purpose
 
 
-class HttpClient:
-    """An HTTP client that turns everything that can happen to a request into an outcome."""
-
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self._http = http
-
-    async def generate(self, url: str, spec: RequestSpec, options: SendOptions) -> Outcome:
-        """Send a generation request with these options; return its outcome."""
-        request = self._http.build_request(
-            "POST", url + spec.path, json=make_body(spec, options), headers=make_headers(options)
-        )
-        return await self._send(request, options)
-
-    async def call(self, method: str, url: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Outcome:
-        """Send any other request; return its outcome."""
-        return await self._send(self._http.build_request(method, url, json=body, headers=headers), None)
-
-    async def _send(self, request: httpx.Request, options: SendOptions | None) -> Outcome:
-        """Send a request, with the options of a generation request; return its outcome."""
-        outcome = Outcome(monotonic())
-        leave_seconds = None if options is None else options.leave_seconds
-        try:
-            async with asyncio.timeout(TIMEOUT_SECONDS if leave_seconds is None else leave_seconds):
-                await self._receive(request, options, outcome)
-        except TimeoutError:
-            outcome.client_left = leave_seconds is not None
-            if not outcome.client_left:
-                outcome.failure = Failure(NO_ANSWER, f"neither an answer nor an error within {TIMEOUT_SECONDS:g} s")
-        except Failure as failure:
-            outcome.failure = failure
-        except httpx.TransportError as error:
-            kind = REFUSED if isinstance(error, httpx.ConnectError) else CONNECTION_CUT
-            outcome.failure = Failure(kind, repr(error))
-        except (ValueError, KeyError, TypeError) as error:
-            outcome.failure = Failure(MALFORMED_ANSWER, repr(error))
-        outcome.ended = monotonic()
-        return outcome
-
-    async def _receive(self, request: httpx.Request, options: SendOptions | None, outcome: Outcome) -> None:
-        """Send a request and read the response; raise Failure if it is an error."""
-        response = await self._http.send(request, stream=True)
-        try:
-            if response.status_code == 200 and options is not None and options.stream:
-                await _read_stream(response, options, outcome)
-                return
-            content = await response.aread()
-            if response.status_code >= 400:
-                raise _parse_response(response)
-            outcome.content = content
-            if options is not None:
-                outcome.answer.take(json.loads(content))
-        finally:
-            await response.aclose()
-
-
-@asynccontextmanager
-async def open_http_client() -> AsyncIterator[HttpClient]:
+def open_http_client() -> httpx.AsyncClient:
     """Open an HTTP client that ignores proxy settings in the environment."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as http:
-        yield HttpClient(http)
+    return httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=None, trust_env=False)
+
+
+async def generate(http: httpx.AsyncClient, url: str, spec: RequestSpec, options: SendOptions) -> Outcome:
+    """Send a generation request with these options; return its outcome."""
+    body, headers = make_body(spec, options), make_headers(options)
+    return await _send(http, http.build_request("POST", url + spec.path, json=body, headers=headers), options)
+
+
+async def call(
+    http: httpx.AsyncClient, method: str, url: str, body: Any = None, headers: Mapping[str, str] | None = None
+) -> Outcome:
+    """Send any other request; return its outcome."""
+    return await _send(http, http.build_request(method, url, json=body, headers=headers), None)
+
+
+async def _send(http: httpx.AsyncClient, request: httpx.Request, options: SendOptions | None) -> Outcome:
+    """Send a request, with the options of a generation request; return its outcome, whatever happens."""
+    outcome = Outcome(monotonic())
+    leave_seconds = None if options is None else options.leave_seconds
+    try:
+        async with asyncio.timeout(TIMEOUT_SECONDS if leave_seconds is None else leave_seconds):
+            await _receive(http, request, options, outcome)
+    except TimeoutError:
+        outcome.client_left = leave_seconds is not None
+        if not outcome.client_left:
+            outcome.failure = Failure(NO_ANSWER, f"neither an answer nor an error within {TIMEOUT_SECONDS:g} s")
+    except Failure as failure:
+        outcome.failure = failure
+    except httpx.TransportError as error:
+        kind = REFUSED if isinstance(error, httpx.ConnectError) else CONNECTION_CUT
+        outcome.failure = Failure(kind, repr(error))
+    except (ValueError, KeyError, TypeError) as error:
+        outcome.failure = Failure(MALFORMED_ANSWER, repr(error))
+    outcome.ended = monotonic()
+    return outcome
+
+
+async def _receive(
+    http: httpx.AsyncClient, request: httpx.Request, options: SendOptions | None, outcome: Outcome
+) -> None:
+    """Send a request and read the response; raise Failure if it is an error."""
+    response = await http.send(request, stream=True)
+    try:
+        if response.status_code == 200 and options is not None and options.stream:
+            await _read_stream(response, options, outcome)
+            return
+        content = await response.aread()
+        if response.status_code >= 400:
+            raise _parse_response(response)
+        outcome.content = content
+        if options is not None:
+            outcome.answer.take(json.loads(content))
+    finally:
+        await response.aclose()
 
 
 async def _read_stream(response: httpx.Response, options: SendOptions, outcome: Outcome) -> None:

@@ -29,6 +29,7 @@ STOP_SECONDS = DRAIN_SECONDS + 10.0  # within which a server must end after a si
 NO_FAILURES: frozenset[str] = frozenset()
 WORKER_FAILURES = frozenset({CONNECTION_CUT})
 ENGINE_FAILURES = frozenset({ENGINE_UNAVAILABLE})
+CHILDREN_FAILURES = WORKER_FAILURES | ENGINE_FAILURES
 TEXT_FAILURES = frozenset({TEXT_UNAVAILABLE})
 SHUTDOWN_FAILURES = frozenset({CONNECTION_CUT, REFUSED, STOPPING, ENGINE_UNAVAILABLE})
 
@@ -166,18 +167,8 @@ def _make_restart(name: str, description: str, number: signal.Signals, *, group:
 FAULTS: tuple[Fault, ...] = (
     Fault("kill-engine", "SIGKILL to the engine", partial(_kill, _engine), ENGINE_FAILURES),
     Fault("kill-worker", "SIGKILL to an API worker", partial(_kill, _worker), WORKER_FAILURES),
-    Fault(
-        "kill-children",
-        "SIGKILL to the engine and all API workers",
-        partial(_kill, _children),
-        WORKER_FAILURES | ENGINE_FAILURES,
-    ),
-    Fault(
-        "kill-helper",
-        "SIGKILL to a child of a worker or of the engine, if there is one",
-        partial(_kill, _helper),
-        TEXT_FAILURES,
-    ),
+    Fault("kill-children", "SIGKILL to engine and workers", partial(_kill, _children), CHILDREN_FAILURES),
+    Fault("kill-helper", "SIGKILL to a child of a worker or of the engine", partial(_kill, _helper), TEXT_FAILURES),
     Fault("terminate-engine", "SIGTERM to the engine alone", partial(_terminate, _engine), NO_FAILURES),
     Fault("terminate-worker", "SIGTERM to an API worker alone", partial(_terminate, _worker), NO_FAILURES),
     Fault("stop-engine", "SIGSTOP to the engine, and SIGCONT up to 2 s later", partial(_pause, _engine), NO_FAILURES),

@@ -15,7 +15,6 @@ import psutil
 from tools.torture.server_process import ServerProcess
 
 MIB, HOUR = 2**20, 3600.0
-RESIDENT, PRIVATE = "resident MiB", "private MiB"
 MAX_POINTS = 120  # longer series are divided into so many pieces, each of which is replaced by its median
 MIN_POINTS = 8  # shorter series have no slope
 Z = 1.96  # quantile of the normal distribution for an interval of 95 %
@@ -40,7 +39,6 @@ class Trend:
     """A time series of one process: its first and last value, and its slope per hour over the second half."""
 
     role: str
-    what: str
     first: float
     last: float
     slope: Slope | None
@@ -54,10 +52,10 @@ class Trend:
 
 
 class MemorySamples:
-    """Time series of the memory of the server's processes, by process name and figure."""
+    """Time series of the private memory (USS) of the server's processes in MiB, by process name."""
 
     def __init__(self, server: ServerProcess) -> None:
-        self.series: defaultdict[tuple[str, str], list[Point]] = defaultdict(list)
+        self.series: defaultdict[str, list[Point]] = defaultdict(list)
         self._server = server
         self._began = monotonic()
 
@@ -66,21 +64,17 @@ class MemorySamples:
         hours = (monotonic() - self._began) / HOUR
         for role, process in name_processes(self._server).items():
             with suppress(psutil.NoSuchProcess):
-                memory = process.memory_full_info()
-                self.series[role, RESIDENT].append((hours, memory.rss / MIB))
-                self.series[role, PRIVATE].append((hours, memory.uss / MIB))
+                self.series[role].append((hours, process.memory_full_info().uss / MIB))
 
     def describe(self) -> str:
-        """Return the latest resident memory of each process."""
-        return "MiB: " + ", ".join(
-            f"{role} {points[-1][1]:.0f}" for (role, what), points in self.series.items() if what == RESIDENT
-        )
+        """Return the latest memory of each process."""
+        return "MiB: " + ", ".join(f"{role} {points[-1][1]:.0f}" for role, points in self.series.items())
 
     def fit_trends(self) -> list[Trend]:
         """Return the trend of every series."""
         return [
-            Trend(role, what, points[0][1], points[-1][1], fit_slope(second_half(points)))
-            for (role, what), points in sorted(self.series.items())
+            Trend(role, points[0][1], points[-1][1], fit_slope(second_half(points)))
+            for role, points in self.series.items()
         ]
 
 

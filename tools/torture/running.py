@@ -16,7 +16,7 @@ from typing import Any
 from tools.server_process import RunError
 from tools.torture.checker import Checker, Tally
 from tools.torture.clients import Load
-from tools.torture.exchange import open_http_client
+from tools.torture.exchange import generate, open_http_client
 from tools.torture.faults import stop_server
 from tools.torture.requests import draw_specs, make_reference_options
 from tools.torture.server_process import DRAIN_SECONDS, ServerProcess
@@ -76,7 +76,7 @@ async def serve_load(flags: argparse.Namespace, max_queued_requests: int) -> Asy
 async def _compute_expected_answers(load: Load) -> None:
     """Send each request alone, without the prefix cache. Raises RunError if one fails."""
     for spec in load.specs:
-        outcome = await load.http.generate(load.server.url, spec, make_reference_options(spec))
+        outcome = await generate(load.http, load.server.url, spec, make_reference_options(spec))
         if outcome.failure is not None:
             raise RunError(f"{spec.name} fails on an idle server: {outcome.failure} {dict(spec.body)}")
         load.checker.expected_answers[spec.name] = outcome.answer
