@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from tools.bench.runner import Case, Context, Effort, Group, Reading, Row, Table
 from tools.server_process import RunError
@@ -25,9 +25,6 @@ FLOAT32, AS_STORED = "float32", "as stored"
 LLAMA_CPP_ROWS = {FLOAT32: "f32", AS_STORED: "f32", "float32, cache q8_0": "q8_0"}
 DTYPES = {"float32": "f32", "bfloat16": "auto"}  # of kvmux: --dtype and --weights; auto: as they are served by default
 PROMPT_TOKENS = 24  # of a greedy text
-LLAMA_CPP, KVMUX, TOKENS = "llama.cpp", "kvmux", "tokens of texts"
-
-
 # Of kvmux by --dtype, and of llama.cpp where it reads the file as it is stored and rounds activations to 8 bits.
 BOUNDS = {
     "float32": Bounds(0.001, 0.001, 0.01),
@@ -35,16 +32,7 @@ BOUNDS = {
     AS_STORED: Bounds(0.1, 0.2, 2.0),
 }
 
-
-class Variant(NamedTuple):
-    """A way of computing a file."""
-
-    program: str
-    computed_in: str  # of llama.cpp, a key of LLAMA_CPP_ROWS; of kvmux, its --dtype
-    strategy: str = ""
-
-    def __str__(self) -> str:
-        return ", ".join(filter(None, self))
+Variant = Callable[["PreparedFile"], Iterable[Reading]]  # computes a file in one way
 
 
 class Tokenizing(Protocol):
@@ -85,17 +73,19 @@ def list_cases(context: Context) -> Iterator[Case]:
 def make_case(name: str, options: Namespace, sizes: Sizes | None = None) -> Case:
     """Return the case of a model of SUBJECTS, whose variants are the ways of computing it."""
     sizes = sizes or SIZES[name]
-    ways = [Variant(LLAMA_CPP, row) for row in LLAMA_CPP_ROWS]
-    ways += [Variant(KVMUX, dtype, each) for dtype in options.dtypes for each in (TOKENS, *options.strategies)]
-    variants = {str(each): each for each in ways}
+    variants: dict[str, Variant] = {f"llama.cpp, {row}": partial(_measure_llama_cpp, row) for row in LLAMA_CPP_ROWS}
+    for dtype in options.dtypes:
+        variants[f"kvmux, {dtype}, tokens of texts"] = partial(_compare_tokens, dtype)
+        variants |= {f"kvmux, {dtype}, {each}": partial(_measure_kvmux, dtype, each) for each in options.strategies}
     note = (
         f"{sizes.num_windows * sizes.predicted:,} tokens predicted, in {sizes.num_windows} windows of {sizes.window:,} "
         f"tokens; {sizes.texts} greedy texts"
     )
     table = Table(name, variants_are_rows=True, note=note)
     set_up = partial(prepare, name, sizes, options.threads)
-    measure = partial(_measure, variants)
-    return Case(name, table, measure, list(variants), set_up, max_turns=1, is_timed=False)
+    return Case(
+        name, table, lambda file, variant: variants[variant](file), list(variants), set_up, max_turns=1, is_timed=False
+    )
 
 
 @contextmanager
@@ -109,20 +99,25 @@ def prepare(name: str, sizes: Sizes, threads: int) -> Iterator[PreparedFile]:
         yield file
 
 
-def _measure(variants: Mapping[str, Variant], file: PreparedFile, name: str) -> Iterator[Reading]:
-    variant = variants[name]
-    if variant.program == LLAMA_CPP:
-        results = file.run_llama_cpp(variant.computed_in)
-        bounds = BOUNDS.get(variant.computed_in, BOUNDS[AS_STORED])
-        yield from compare(results, file.base or results, bounds, exact=variant.computed_in == AS_STORED)
-        file.base = file.base or results
-    elif variant.strategy == TOKENS:
-        yield file.compare_tokens(variant.computed_in)
-    else:
-        server = file.start_kvmux(variant.computed_in)
-        assert file.base is not None, "llama.cpp was the first"
-        results, exact = file.run_kvmux(server, variant.strategy), server.strategies[variant.strategy]
-        yield from compare(results, file.base, BOUNDS[variant.computed_in], exact=exact)
+def _measure_llama_cpp(row: str, file: PreparedFile) -> Iterator[Reading]:
+    results = file.run_llama_cpp(row)
+    file.base = file.base or results
+    yield from compare(results, file.base, BOUNDS.get(row, BOUNDS[AS_STORED]), exact=row == AS_STORED)
+
+
+def _measure_kvmux(dtype: str, strategy: str, file: PreparedFile) -> Iterator[Reading]:
+    assert file.base is not None, "llama.cpp was the first"
+    server = file.start_kvmux(dtype)
+    results = file.run_kvmux(server, strategy)
+    yield from compare(results, file.base, BOUNDS[dtype], exact=server.strategies[strategy])
+
+
+def _compare_tokens(dtype: str, file: PreparedFile) -> Iterator[Reading]:
+    """Yield how many texts have the same tokens under kvmux."""
+    server, total = file.start_kvmux(dtype), len(file.texts)
+    wrong = [text for text, ids in zip(file.texts, file.tokens, strict=True) if tokenize(server, text) != ids]
+    row = Row("texts with the same tokens", f"of {total}", lower_is_better=False, goal=total)
+    yield Reading(row, total - len(wrong), reason="; ".join(f"the tokens of {text[:40]!r} differ" for text in wrong))
 
 
 # ---------------------------------------------------------------- one file
@@ -142,7 +137,7 @@ class PreparedFile:
     _kvmux: tuple[str, KvmuxServer] | None = None
 
     @property
-    def _texts(self) -> Sequence[str]:
+    def texts(self) -> Sequence[str]:
         return [self.subject.text, *TRICKY_TEXTS]
 
     @property
@@ -153,7 +148,7 @@ class PreparedFile:
     def prepare_texts(self) -> None:
         """Tokenize all texts by llama.cpp, and cut the subject's into windows and prompts."""
         with self._serve_llama_cpp(self.as_float32, "f32") as server:
-            self.tokens = [tokenize(server, text) for text in self._texts]
+            self.tokens = [tokenize(server, text) for text in self.texts]
         (tokens, plain), sizes = self.tokens[0], self.subject.sizes
         begin = tokens[: len(tokens) - len(plain)]  # each window is a text of its own
         for i in range(sizes.num_windows):
@@ -185,15 +180,6 @@ class PreparedFile:
         predictions = server.predict(strategy, self.windows, sizes.predicted)
         return Results(
             predictions, server.continue_greedily(strategy, self.prompts, sizes.max_tokens, self.subject.eos_ids)
-        )
-
-    def compare_tokens(self, dtype: str) -> Reading:
-        """Return how many texts have the same tokens under kvmux."""
-        server, total = self.start_kvmux(dtype), len(self._texts)
-        wrong = [text for text, ids in zip(self._texts, self.tokens, strict=True) if tokenize(server, text) != ids]
-        row = Row("texts with the same tokens", f"of {total}", lower_is_better=False, goal=total)
-        return Reading(
-            row, total - len(wrong), reason="; ".join(f"the tokens of {text[:40]!r} differ" for text in wrong)
         )
 
 
