@@ -19,8 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tools.status_line import status_line
-from tools.torture.administration import reset_admin_state, send_random_admin_call
-from tools.torture.clients import Load, run_client, start_clients
+from tools.torture.clients import Load, reset_admin_state, run_client, send_random_admin_call, start_clients
 from tools.torture.exchange import call, open_http_client
 from tools.torture.growth import MemorySamples, name_processes
 from tools.torture.running import (
@@ -160,7 +159,7 @@ class Soak:
                 self._tally.add_problem("growth", f"{each.role} by more than {MEMORY_BOUND:g} MiB an hour: {each}")
         run = {"seconds": round(self._seconds), "rounds": self._rounds, "slopes_judged": judged}
         memory = {each.role: str(each) for each in trends}
-        return run | {"private_mib": memory} | report_tally(self._tally)
+        return run | {"resident_mib": memory} | report_tally(self._tally)
 
 
 def find_wrong_gauges(metrics: Sequence[Sample]) -> Iterator[str]:

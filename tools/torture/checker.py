@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from tools.torture.answers import Answer, find_difference, find_partial_difference
-from tools.torture.exchange import CONNECTION_CUT, ENGINE_UNAVAILABLE, NO_ANSWER, REFUSED, STOPPING, Failure, Outcome
+from tools.torture.exchange import STOPPING, Failure, Outcome
 from tools.torture.requests import RequestSpec
 
 ORDERLY_MARGIN = 0.5  # seconds before an orderly stop: later requests may not have reached the server in time
@@ -112,17 +112,8 @@ class Checker:
             meanwhile = [each for each in self.injections if each.overlaps(outcome)]
             faults = [f"{each.name} {each.began - outcome.began:+.2f} s after it was sent" for each in meanwhile]
             during = f"ended after {outcome.ended - outcome.began:.2f} s (during {', '.join(faults) or 'no fault'})"
-            self.tally.add_problem(_name_problem(failure, meanwhile), f"{what} {during}: {failure}")
+            self.tally.add_problem(f"unexpected failures: {failure.kind}", f"{what} {during}: {failure}")
 
 
 def _get_texts(answer: Answer) -> dict[int, str]:
     return {index: choice["text"] for index, choice in answer.choices.items()}
-
-
-def _name_problem(failure: Failure, meanwhile: list[Injection]) -> str:
-    if failure.kind == NO_ANSWER:
-        return "requests without answer or error"
-    is_lost = failure.kind in (CONNECTION_CUT, REFUSED, STOPPING, ENGINE_UNAVAILABLE)
-    if is_lost and any(each.orderly for each in meanwhile):
-        return "requests lost while the server drained"
-    return f"unexpected failures: {failure.kind}"

@@ -98,7 +98,7 @@ async def _receive(
     response = await http.send(request, stream=True)
     try:
         if response.status_code == 200 and options is not None and options.stream:
-            await _read_stream(response, options, outcome)
+            await _read_stream(response, outcome)
             return
         content = await response.aread()
         if response.status_code >= 400:
@@ -110,14 +110,11 @@ async def _receive(
         await response.aclose()
 
 
-async def _read_stream(response: httpx.Response, options: SendOptions, outcome: Outcome) -> None:
+async def _read_stream(response: httpx.Response, outcome: Outcome) -> None:
     events = 0
     async for line in iter_lines(response.aiter_bytes()):
         if not line.startswith(b"data: "):
             continue
-        if options.leave_after is not None and events >= options.leave_after:
-            outcome.client_left = True
-            return
         if (data := line.removeprefix(b"data: ")) == b"[DONE]":
             return
         chunk = json.loads(data)

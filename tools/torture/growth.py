@@ -52,7 +52,7 @@ class Trend:
 
 
 class MemorySamples:
-    """Time series of the private memory (USS) of the server's processes in MiB, by process name."""
+    """Time series of the resident memory of the server's processes in MiB, by process name."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.series: defaultdict[str, list[Point]] = defaultdict(list)
@@ -64,7 +64,7 @@ class MemorySamples:
         hours = (monotonic() - self._began) / HOUR
         for role, process in name_processes(self._server).items():
             with suppress(psutil.NoSuchProcess):
-                self.series[role].append((hours, process.memory_full_info().uss / MIB))
+                self.series[role].append((hours, process.memory_info().rss / MIB))
 
     def describe(self) -> str:
         """Return the latest memory of each process."""

@@ -82,8 +82,7 @@ class SendOptions:
     instance: str  # strategy instance
     api_key: str = TENANTS[0]
     stream: bool = False
-    leave_after: int | None = None  # events of a stream after which the client disconnects; None: never
-    leave_seconds: float | None = None  # seconds after which the client of a whole answer disconnects; None: never
+    leave_seconds: float | None = None  # after which the client disconnects; None: never
     named_by: Literal["body", "header", "model"] = "body"  # where the request names the instance
     extra_body: Fields = field(default_factory=dict)  # further fields of the body
 
@@ -151,13 +150,11 @@ def make_reference_options(spec: RequestSpec) -> SendOptions:
 def draw_send_options(draw: Random, spec: RequestSpec) -> SendOptions:
     """Return random options for sending a request."""
     stream = "best_of" not in spec.body and draw.random() < 0.5
-    leaves = draw.random() < 0.2
     return SendOptions(
         instance=draw.choice(INSTANCES[spec.family]),
         api_key=draw.choice(TENANTS),
         stream=stream,
-        leave_after=draw.choice((0, 1, 3, 10)) if leaves and stream else None,
-        leave_seconds=draw.choice((0.0, 0.01, 0.1)) if leaves and not stream else None,
+        leave_seconds=draw.choice((0.0, 0.01, 0.1, 0.3)) if draw.random() < 0.2 else None,
         named_by=draw.choice(("body", "header", "model")),
         extra_body=_draw_fields(draw, (*EXTRA, *(USAGE if stream else ()))),
     )

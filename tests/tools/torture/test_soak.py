@@ -29,7 +29,7 @@ def test_half_a_minute_of_soak_finds_nothing() -> None:
     report = soaked(0.6, "--requests", "40")
     assert report["rounds"] >= 2
     assert not report["slopes_judged"], "so short a run says nothing about them"
-    assert set(report["private_mib"]) >= {"supervisor", "engine", "worker-0", "worker-1"}
+    assert set(report["resident_mib"]) >= {"supervisor", "engine", "worker-0", "worker-1"}
 
 
 @pytest.mark.slow
