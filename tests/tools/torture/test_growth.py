@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tools.torture.growth import MAX_POINTS, fit_slope, second_half
+from tools.torture.growth import MAX_POINTS, Trend, fit_slope, second_half
 
 
 @pytest.fixture
@@ -54,3 +54,11 @@ def test_few_points_have_no_slope() -> None:
 
 def test_the_second_half_is_of_time() -> None:
     assert second_half([(0, 1), (1, 1), (2, 1), (10, 5), (20, 6)]) == [(10, 5), (20, 6)]
+
+
+@pytest.mark.parametrize(("mib_an_hour", "grows"), [(20, False), (30, True)])
+def test_a_process_grows_if_the_whole_interval_lies_above_the_bound(
+    mib_an_hour: float, grows: bool, draw: Random
+) -> None:
+    points = [(x / 720, 300 + mib_an_hour * x / 720 + draw.uniform(-0.1, 0.1)) for x in range(720)]
+    assert Trend("engine", 300, 320, fit_slope(points)).exceeds(24) == grows
