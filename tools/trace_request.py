@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -73,17 +74,18 @@ def trace_requests() -> dict[str, Way]:
     threading.setprofile(recorder.on_event)  # of threads that start from now on
     sys.setprofile(recorder.on_event)
     with tempfile.TemporaryDirectory(prefix="kvmux-") as directory, ThreadPoolExecutor() as pool:
-        path, reports = f"{directory}/engine.sock", list[Any]()
-        status = SimpleNamespace(calls=None, disabled={}, has_rollouts=False, send=reports.append, beat=lambda *_: None)
-        client = pool.submit(run_worker, settings, path, recorder)
+        path, reports = f"{directory}/engine.sock", SimpleQueue[Any]()
+        status = SimpleNamespace(calls=None, disabled={}, has_rollouts=False, send=reports.put, beat=lambda *_: None)
+        client = pool.submit(run_worker, settings, path, reports, recorder)
         engine.run(settings, path, status)  # type: ignore[arg-type]  # until the client has finished
         sys.setprofile(None)
-        assert "error" not in reports[0], reports
         return client.result()
 
 
-def run_worker(settings: Settings, socket_path: str, recorder: Recorder) -> dict[str, Way]:
-    """Run an API worker, send it requests, and end worker and engine."""
+def run_worker(settings: Settings, socket_path: str, reports: SimpleQueue[Any], recorder: Recorder) -> dict[str, Way]:
+    """Run an API worker once the engine is ready, send it requests, and end worker and engine."""
+    report = reports.get(timeout=TIMEOUT)
+    assert "error" not in report, report
     limits = dict.fromkeys(("redirect_stderr", "limit_memory", "limit_resources", "limit_cpu_time"), mock.DEFAULT)
     with (
         mock.patch.object(text_process, "_start_program", start_text_thread),
