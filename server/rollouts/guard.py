@@ -5,7 +5,7 @@
 - It passes a stage if there are `min_requests` requests, every figure that can be measured keeps its bound, and no
   interval lies wholly beyond one.
 
-The intervals are those of GUARD_CONFIDENCE: a guard looks after every request, and with 95 % it would trip by chance in
+The intervals are those of GUARD_CONFIDENCE: a guard looks ten times a second, and with 95 % it would trip by chance in
 far more than one of twenty roll-outs. Knows no stages: it is given the statistics of one.
 """
 

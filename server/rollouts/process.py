@@ -25,7 +25,6 @@ from server.engine.ipc.messages import (
     RolloutQuery,
     RolloutQuestion,
     RolloutSamples,
-    SetSplits,
     StartRollout,
     ToEngine,
 )
@@ -38,7 +37,7 @@ from server.rollouts.store import RolloutStore
 
 log = logging.getLogger(__name__)
 
-UPDATE_SECONDS = 0.1  # between two looks whether a stage has lasted long enough
+UPDATE_SECONDS = 0.1  # between two looks at new samples, and whether a stage has lasted long enough
 
 
 def run(settings: Settings, socket_path: str, heartbeat: Heartbeat) -> None:
@@ -101,37 +100,46 @@ class Controller:
         """Control roll-outs, whose clock runs while an engine is connected."""
         self._rollouts = rollouts
         self._clock = clock
-        self._sent: SetSplits | None = None  # the last one on this connection
+        self._sent = rollouts.list_splits()  # the last ones, or those before the first
+        self._is_sent = False  # whether they were sent on this connection
 
     def handle(self, event: FromEngine) -> list[ToEngine]:
         """Return the answers to an event of the engine."""
+        answers: list[ToEngine] = []
         match event:
             case Hello():
                 self._clock.start()
-                self._sent = None
+                self._is_sent = False
             case RolloutSamples(records, fidelities, unusable):
                 self._rollouts.roll_back_unusable(unusable)
                 self._rollouts.observe(fidelities, records)
             case RolloutQuestion(worker, query_id, query):
                 answer = compute_answer(query_id, query, monotonic(), lambda: msgspec.json.encode(self._run(query)))
-                # What a command has changed holds before it is answered
-                return [*self.update(), RolloutAnswer(worker, answer)]
-        return self.update()
+                answers = [RolloutAnswer(worker, answer)]
+        return [*self._collect_splits(), *answers]  # what a command has changed holds before it is answered
 
     def disconnect(self) -> None:
         """Note that the engine has ended."""
         self._clock.stop()
 
     def update(self) -> list[ToEngine]:
-        """Let stages advance whose time has come; return how to divide requests from now on, if that has changed."""
+        """Judge what has ended since the last time; return how to divide requests from now on, if that has changed."""
         if not self._clock.is_running:
             return []
         self._rollouts.update()
+        return self._collect_splits()
+
+    def _collect_splits(self) -> list[ToEngine]:
+        """Return how to divide requests and which roll-outs were rolled back, if the engine does not know it yet."""
         splits = self._rollouts.list_splits()
-        if splits == self._sent:
+        if self._is_sent and splits == self._sent:
             return []
-        self._sent = msgspec.structs.replace(splits, rolled_back=[])
-        return [splits]
+        before, now = (
+            [name for name, (state, _) in each.states.items() if state == "rolled_back"]
+            for each in (self._sent, splits)
+        )
+        self._sent, self._is_sent = splits, True
+        return [msgspec.structs.replace(splits, rolled_back=[name for name in now if name not in before])]
 
     def _run(self, query: RolloutQuery) -> dict[str, Any]:
         match query:

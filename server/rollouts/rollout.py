@@ -21,7 +21,7 @@ from typing import Any, Literal
 from config.rollouts import RolloutSettings
 from server.engine.scheduling.request import RequestError
 from server.records import REPORT_CONFIDENCE, RequestFidelity, RequestRecord
-from server.rollouts.guard import GuardVerdict, StageStatistics, judge
+from server.rollouts.guard import StageStatistics, judge
 from server.rollouts.statistics import ArmStatistics, FidelityStatistics
 from server.rollouts.store import RolloutChange, RolloutState, SavedRollout
 
@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 RolloutAction = Literal["pause", "resume", "advance", "abort"]
 
 MAX_HISTORY = 100  # number of changes that are kept
-EVERY_REQUEST = 100  # up to this number of requests in a stage, the guard looks after each of them
-JUDGE_SECONDS = 0.5  # after that, it looks at most once in this time, as a look takes a millisecond
 
 
 class Rollout:
@@ -53,13 +51,9 @@ class Rollout:
         self.baseline, self.canary = ArmStatistics(), ArmStatistics()
         self.history: deque[RolloutChange] = deque(maxlen=MAX_HISTORY)
         self.since = wall()
-        self.is_changed = True  # whether the state has changed since it was saved
-        self.has_news = False  # whether only the statistics have
-        self.is_newly_rolled_back = False  # whether it was rolled back and metrics do not have it yet
         self._clock, self._wall = clock, wall
         self._elapsed, self._resumed = 0.0, clock()
-        self._is_unjudged, self._judged_at = False, clock()
-        self.verdict = self._judge()
+        self._judge()
 
     # ---------------------------------------------------------------- what it is now
     @property
@@ -99,26 +93,39 @@ class Rollout:
     # ---------------------------------------------------------------- samples
     def record_request(self, record: RequestRecord) -> None:
         """Count a request of `from` that has ended in the arm of the instance that was chosen for it."""
-        if self.state != "canary":
-            return
-        arms = {self.settings.from_: self.baseline, self.settings.to: self.canary}
-        if (arm := arms.get(record.fallback_of or record.instance)) is not None:
-            arm.record(record)
-            self._take_news()
+        if self.state == "canary":
+            arms = {self.settings.from_: self.baseline, self.settings.to: self.canary}
+            if (arm := arms.get(record.fallback_of or record.instance)) is not None:
+                arm.record(record)
 
     def record_fidelity(self, fidelity: RequestFidelity) -> None:
         """Count a request that also ran under the candidate."""
         if self.is_active:
             self.fidelity.record(fidelity)
-            self._take_news()
 
-    def _take_news(self) -> None:
-        self.has_news = self._is_unjudged = True
-        requests = self.canary.totals["requests"] if self.state == "canary" else self.fidelity.totals["requests"]
-        if requests <= EVERY_REQUEST or self._clock() - self._judged_at >= JUDGE_SECONDS:
-            self._look()
+    @property
+    def num_samples(self) -> tuple[int, ...]:
+        """The numbers of comparisons, and of requests in each arm, of which the latest are kept."""
+        return tuple(each.totals["requests"] for each in (self.fidelity, self.baseline, self.canary))
 
-    def _judge(self) -> GuardVerdict:
+    # ---------------------------------------------------------------- changes
+    def update(self) -> None:
+        """Let the guard look at samples that it has not seen yet; roll back, or advance if it is time."""
+        if not self.is_active:
+            return
+        if self.num_samples != self._num_judged:
+            self._judge()
+        if self.verdict.outcome == "tripped":
+            self.roll_back(self.verdict.reason)
+        elif self.paused:
+            return
+        elif self.state == "shadow" and not self.settings.shadow_share:  # there is nothing to wait for
+            self._advance("no requests are shadowed", None)
+        elif self.verdict.outcome == "passed" and self.elapsed >= self.settings.hold:
+            self._advance(f"{self.verdict.reason} after {self.elapsed:.0f} s", None)
+
+    def _judge(self) -> None:
+        """Let the guard judge the statistics, which takes about a millisecond."""
         is_compared = bool(self.settings.shadow_share) and self.share < 1
         in_canary = self.state == "canary"
         statistics = StageStatistics(
@@ -126,37 +133,12 @@ class Rollout:
             self.baseline if in_canary and self.share < 1 else None,
             self.canary if in_canary else None,
         )
-        return judge(self.settings.guard, statistics)
-
-    def _look(self) -> None:
-        """Let the guard judge the statistics, and roll back if it trips."""
-        self.verdict = self._judge()
-        self._is_unjudged, self._judged_at = False, self._clock()
-        if self.is_active and self.verdict.outcome == "tripped":
-            self.roll_back(self.verdict.reason)
-
-    # ---------------------------------------------------------------- changes
-    def update(self) -> None:
-        """Advance if it is time, and look at samples that have not been judged yet."""
-        if not self.is_active:
-            return
-        if self._is_unjudged and self._clock() - self._judged_at >= JUDGE_SECONDS:
-            self._look()
-        if not self.is_active or self.paused:
-            return
-        if self.state == "shadow" and not self.settings.shadow_share:  # there is nothing to wait for
-            self._advance("no requests are shadowed", None)
-        elif self.verdict.outcome == "passed" and self.elapsed >= self.settings.hold:
-            if self._is_unjudged:
-                self._look()
-            if self.is_active and self.verdict.outcome == "passed":
-                self._advance(f"{self.verdict.reason} after {self.elapsed:.0f} s", None)
+        self.verdict, self._num_judged = judge(self.settings.guard, statistics), self.num_samples
 
     def roll_back(self, reason: str) -> None:
         """Return all requests to `from`, as the candidate is not good enough."""
         assert self.is_active
         self._enter("rolled_back", 0, reason, None)
-        self.is_newly_rolled_back = True
 
     def abort(self, reason: str, by: str | None = None) -> None:
         """Return all requests to `from`, for a reason other than the guard's."""
@@ -169,7 +151,7 @@ class Rollout:
     def begin_paused(self, reason: str) -> None:
         """Start without any effect on answers, until an operator resumes it."""
         self.state, self.paused = "shadow", True
-        self.verdict = self._judge()
+        self._judge()
         self._note("none", reason, None)
 
     def control(self, action: RolloutAction, by: str) -> None:
@@ -203,8 +185,7 @@ class Rollout:
         self.state, self.stage = state, stage
         if self.is_active:
             self.baseline, self.canary = ArmStatistics(), ArmStatistics()
-            self._is_unjudged, self._judged_at = False, self._clock()
-            self.verdict = self._judge()
+            self._judge()
         else:
             self.paused = False
         self.since, self._elapsed, self._resumed = self._wall(), 0.0, self._clock()
@@ -214,7 +195,7 @@ class Rollout:
         return f"{self.label}, paused" if self.paused else self.label
 
     def _note(self, before: str, reason: str, by: str | None) -> None:
-        self.reason, self.is_changed = reason, True
+        self.reason = reason
         after = self._label_with_pause()
         self.history.append(RolloutChange(self._wall(), before, after, reason, by))
         level = logging.WARNING if self.state in ("rolled_back", "aborted") else logging.INFO
@@ -276,6 +257,5 @@ class Rollout:
         new.history.extend(saved.history)
         new.fidelity = FidelityStatistics.restore(saved.fidelity)
         new.baseline, new.canary = ArmStatistics.restore(saved.baseline), ArmStatistics.restore(saved.canary)
-        new.verdict, new._is_unjudged = new._judge(), new.is_active
-        new.is_changed = False
+        new._judge()
         return new

@@ -1,7 +1,8 @@
 """All roll-outs of a server: counts what the engine reports, lets stages advance, says how requests are divided.
 
-`observe` takes records, `update` makes stages advance, `list_splits` is what the engine does from then on; operators
-`start` and `control` roll-outs. Keeps the state in a file. Knows the names of instances; no engine and no request.
+`observe` counts records, `update` judges them and makes stages advance, `list_splits` is what the engine does from then
+on; operators `start` and `control` roll-outs. Keeps the state in a file. Knows the names of instances; no engine and no
+request.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from server.engine.scheduling.request import RequestError
 from server.records import REPORT_CONFIDENCE, RequestFidelity, RequestRecord
 from server.rollouts.rollout import Rollout, RolloutAction
 from server.rollouts.statistics import FidelityStatistics
-from server.rollouts.store import DamagedFileError, FileInUseError, RolloutStore, SavedRollout
+from server.rollouts.store import DamagedFileError, FileInUseError, RolloutChange, RolloutStore, SavedRollout
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,13 @@ class Rollouts:
         self._model = {name: getattr(settings, name) for name in ("model", "revision", "dtype", "weights")}
         self._store, self._clock, self._wall = store, clock, wall
         self._pairs: dict[tuple[str, str], FidelityStatistics] = {}
-        self._saved_at = clock()
         self._rollouts: dict[str, Rollout] = {name: self._make_declared(name) for name in self._declared}
+        self._saved_at = clock()
+        self._saved = self._list_changes(), self._list_counts()
 
     # ---------------------------------------------------------------- what the engine tells and is told
     def list_splits(self) -> SetSplits:
-        """Return how requests are to be divided now. Tells once of each roll-back."""
+        """Return how requests are to be divided now."""
         splits = [
             Split(r.name, r.settings.from_, r.settings.to, r.share, r.shadow_share, not r.is_active)
             for r in self._rollouts.values()
@@ -59,58 +61,36 @@ class Rollouts:
         states = {name: ("paused" if r.paused else r.state, r.share) for name, r in self._rollouts.items()}
         compared = [(r.settings.from_, r.settings.to) for r in self._rollouts.values() if r.settings.shadow_share]
         pairs = list(dict.fromkeys([*compared, *self._pairs]))
-        return SetSplits(splits, states, pairs, self._collect_rollbacks())
-
-    def _collect_rollbacks(self) -> list[str]:
-        names = [name for name, rollout in self._rollouts.items() if rollout.is_newly_rolled_back]
-        for name in names:
-            self._rollouts[name].is_newly_rolled_back = False
-        return names
+        return SetSplits(splits, states, pairs)
 
     def observe(self, fidelities: Iterable[RequestFidelity], finished: Iterable[RequestRecord]) -> None:
-        """Count comparisons and requests that have ended, and update all roll-outs."""
+        """Count comparisons of requests, each of its pair and its roll-out, and requests that have ended.
+
+        A request counts in its arm of a roll-out, unless it named its instance.
+        """
         for fidelity in fidelities:
-            self.record_fidelity(fidelity)
+            pair = fidelity.served, fidelity.candidate
+            self._pairs.setdefault(pair, FidelityStatistics()).record(fidelity)
+            rollout = self._rollouts.get(fidelity.rollout or "")
+            if rollout is not None and (rollout.settings.from_, rollout.settings.to) == pair:
+                rollout.record_fidelity(fidelity)
         for record in finished:
-            self.record_request(record)
-        self.update()
-
-    def record_request(self, record: RequestRecord) -> None:
-        """Count a request that has ended in its arm of a roll-out, unless it named its instance."""
-        if record.rollout is None or record.conversation is None:
-            return
-        if (found := self._rollouts.get(record.rollout)) is not None:
-            found.record_request(record)
-            self._save_changes()
-
-    def record_fidelity(self, fidelity: RequestFidelity) -> None:
-        """Count a request that also ran under a candidate."""
-        self._pairs.setdefault((fidelity.served, fidelity.candidate), FidelityStatistics()).record(fidelity)
-        found = None if fidelity.rollout is None else self._rollouts.get(fidelity.rollout)
-        if found is not None and (found.settings.from_, found.settings.to) == (fidelity.served, fidelity.candidate):
-            found.record_fidelity(fidelity)
-            self._save_changes()
+            rollout = self._rollouts.get(record.rollout or "")
+            if rollout is not None and record.conversation is not None:
+                rollout.record_request(record)
 
     def update(self) -> None:
-        """Let stages advance whose time has come, and write new statistics to the file."""
-        if not self._rollouts:
-            return
+        """Let guards look at new samples and stages advance whose time has come, and write what is new to the file."""
         for rollout in self._rollouts.values():
             rollout.update()
-        self._save_changes()
-        if self._clock() - self._saved_at >= SAVE_SECONDS and self._has_unsaved:
-            self._write()
-
-    @property
-    def _has_unsaved(self) -> bool:
-        return self._store.has_failed or any(rollout.has_news for rollout in self._rollouts.values())
+        self._save()
 
     def roll_back_unusable(self, instances: Collection[str]) -> None:
         """Roll back the active roll-outs whose candidates get no requests, as they are in quarantine or disabled."""
         for rollout in self._rollouts.values():
             if rollout.is_active and rollout.settings.to in instances:
                 rollout.roll_back(f"instance {rollout.settings.to!r} gets no requests after repeated faults")
-        self._save_changes()
+        self._save()
 
     # ---------------------------------------------------------------- operators
     def start(self, name: str, settings: Mapping[str, Any], by: str) -> dict[str, Any]:
@@ -134,7 +114,7 @@ class Rollouts:
             raise RequestError(409, str(error), code="rollout_exists") from None
         self._rollouts[name] = new = self._make(name, parsed)
         new.begin("started by an operator", by)
-        self._save_changes()
+        self._save()
         return new.describe()
 
     def _forget_ended(self) -> None:
@@ -151,7 +131,7 @@ class Rollouts:
             known = ", ".join(sorted(self._rollouts)) or "none"
             raise RequestError(404, f"there is no roll-out {name!r}; there are: {known}", code="not_found")
         rollout.control(action, by)
-        self._save_changes()
+        self._save()
         return rollout.describe()
 
     def describe(self) -> dict[str, Any]:
@@ -180,7 +160,7 @@ class Rollouts:
             saved = self._store.open()
             restored = {each.name: new for each in saved if (new := self._restore_one(each)) is not None}
         except FileInUseError as error:
-            self._begin_paused(f"{error}; set rollouts_file to another file")
+            self._begin_paused(str(error))
         except (DamagedFileError, ValueError, KeyError) as error:
             aside = self._store.set_aside()
             self._begin_paused(f"it cannot be read ({error})" + (f" and is now {aside}" if aside is not None else ""))
@@ -257,22 +237,29 @@ class Rollouts:
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(described))
         return plain
 
-    def _save_changes(self) -> None:
-        """Write the state at once if that of any roll-out has changed."""
-        if any(rollout.is_changed for rollout in self._rollouts.values()):
+    def _save(self) -> None:
+        """Write the state: at once if a roll-out has changed, once in SAVE_SECONDS if it has new statistics only."""
+        is_due = self._clock() - self._saved_at >= SAVE_SECONDS
+        if self._list_changes() != self._saved[0] or (is_due and self._has_unsaved):
             self._write()
 
+    @property
+    def _has_unsaved(self) -> bool:
+        return self._store.has_failed or (self._list_changes(), self._list_counts()) != self._saved
+
+    def _list_changes(self) -> dict[str, RolloutChange | None]:
+        """Return the latest change of each roll-out."""
+        return {name: rollout.history[-1] if rollout.history else None for name, rollout in self._rollouts.items()}
+
+    def _list_counts(self) -> dict[str, tuple[int, ...]]:
+        return {name: rollout.num_samples for name, rollout in self._rollouts.items()}
+
     def _write(self) -> None:
-        self._saved_at = self._clock()
-        self._store.write(self._collect())
+        self._saved_at, self._saved = self._clock(), (self._list_changes(), self._list_counts())
+        self._store.write([rollout.save() for rollout in self._rollouts.values()])
 
     def close(self) -> None:
         """Write what is new, and release the file: another server may go on with the roll-outs."""
         if self._has_unsaved:
             self._write()
         self._store.close()
-
-    def _collect(self) -> list[SavedRollout]:
-        for rollout in self._rollouts.values():
-            rollout.is_changed = rollout.has_news = False
-        return [rollout.save() for rollout in self._rollouts.values()]

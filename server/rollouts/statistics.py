@@ -1,7 +1,7 @@
 """Statistics of the latest requests: how far a candidate is from what was served, and how fast requests were answered.
 
-Memory is bounded: of each kind of sample the latest ones are kept in a ring, as many as the constants below say; older
-ones are overwritten. Totals count all. Knows neither the bounds of a guard nor the stages of a roll-out.
+Memory is bounded: of each kind of sample the latest ones are kept, as many as the constants below say; totals count
+all. Knows neither the bounds of a guard nor the stages of a roll-out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import msgspec
 import numpy as np
@@ -49,49 +50,44 @@ _SERVED = np.dtype(  # NaN: unknown
 
 
 class SavedSamples(msgspec.Struct, frozen=True):
-    """The contents of statistics, as they are written to disk: rings of samples, oldest first, and totals."""
+    """The contents of statistics, as they are written to disk: samples of each kind, oldest first, and totals."""
 
     rings: list[bytes]
     totals: dict[str, int]
 
 
-class SampleRing:
-    """The latest samples of a stream: an array of fixed capacity, in which new samples overwrite the oldest."""
+class LatestSamples:
+    """The latest samples of one or more kinds, oldest first, and totals of all."""
 
-    def __init__(self, dtype: np.dtype[Any], capacity: int) -> None:
-        self._array = np.zeros(capacity, dtype)
-        self._added = 0  # number of samples since the beginning
-
-    def append(self, samples: NDArray[Any]) -> None:
-        """Add samples; of more than fit only the last ones."""
-        samples = samples[-len(self._array) :]
-        places = (self._added + np.arange(len(samples))) % len(self._array)
-        self._array[places] = samples
-        self._added += len(samples)
-
-    @property
-    def samples(self) -> NDArray[Any]:
-        """The samples, in no certain order."""
-        return self._array[: min(self._added, len(self._array))]
-
-    def dump(self) -> bytes:
-        """Return the samples, oldest first."""
-        return np.roll(
-            self.samples, -(self._added % len(self._array)) if self._added > len(self._array) else 0
-        ).tobytes()
-
-    def load(self, data: bytes) -> None:
-        """Add samples that `dump` returned. Raises ValueError if the data is something else."""
-        self.append(np.frombuffer(data, self._array.dtype))
-
-
-class FidelityStatistics:
-    """How far a candidate instance is from the served one, over the latest requests that ran under both."""
+    kinds: ClassVar[Mapping[str, tuple[np.dtype[Any], int]]]  # dtype, and the number of samples that are kept
 
     def __init__(self) -> None:
-        self._requests = SampleRing(_COMPARED, MAX_COMPARED)
-        self._tokens = SampleRing(_TOKEN, MAX_TOKENS)
-        self.totals = Counter[str]()  # "requests", of which "compared" (with tokens), "room", "failed"; "tokens"
+        self.totals = Counter[str]()
+        self._samples: dict[str, NDArray[Any]] = {kind: np.zeros(0, dtype) for kind, (dtype, _) in self.kinds.items()}
+
+    def _append(self, kind: str, new: NDArray[Any]) -> None:
+        self._samples[kind] = np.concatenate([self._samples[kind], new])[-self.kinds[kind][1] :]
+
+    def save(self) -> SavedSamples:
+        return SavedSamples([samples.tobytes() for samples in self._samples.values()], dict(self.totals))
+
+    @classmethod
+    def restore(cls, saved: SavedSamples) -> Self:
+        """Return the statistics that were saved. Raises ValueError if they are damaged."""
+        new = cls()
+        for (kind, (dtype, _)), data in zip(cls.kinds.items(), saved.rings, strict=True):
+            new._append(kind, np.frombuffer(data, dtype))
+        new.totals.update(saved.totals)
+        return new
+
+
+class FidelityStatistics(LatestSamples):
+    """How far a candidate instance is from the served one, over the latest requests that ran under both.
+
+    Totals: "requests", of which "compared" (with tokens), "room", "failed"; "tokens".
+    """
+
+    kinds: ClassVar = {"requests": (_COMPARED, MAX_COMPARED), "tokens": (_TOKEN, MAX_TOKENS)}
 
     def record(self, fidelity: RequestFidelity) -> None:
         """Add a request that has ended."""
@@ -102,24 +98,23 @@ class FidelityStatistics:
         self.totals["tokens"] += len(kl)
         if fidelity.ended_early is not None:
             self.totals[fidelity.ended_early] += 1
-        row = np.zeros(1, _COMPARED)
-        row[0] = (
+        row = (
             len(kl),
-            float(np.where(finite, kl, MAX_KL).sum()),
-            len(kl) - int(finite.sum()),
+            np.where(finite, kl, MAX_KL).sum(),
+            len(kl) - finite.sum(),
             sum(fidelity.agreed),
             sum(fidelity.rank),
             fidelity.served_bytes - fidelity.candidate_bytes,
             fidelity.ended_early == "failed",
         )
-        self._requests.append(row)
+        self._append("requests", np.array([row], _COMPARED))
         tokens = np.zeros(len(kl), _TOKEN)
         tokens["kl"], tokens["request"] = np.where(finite, kl, math.inf), self.totals["requests"]
-        self._tokens.append(tokens)
+        self._append("tokens", tokens)
 
     @property
     def _compared(self) -> NDArray[Any]:
-        samples = self._requests.samples
+        samples = self._samples["requests"]
         return samples[samples["tokens"] > 0]
 
     def mean_kl(self, confidence: float) -> Estimate:
@@ -132,7 +127,7 @@ class FidelityStatistics:
 
     def kl_quantile(self, q: float, confidence: float) -> Estimate:
         """Return a quantile of the KL divergence of tokens. Its interval respects that those of a request are alike."""
-        tokens = self._tokens.samples
+        tokens = self._samples["tokens"]
         if not len(tokens):
             return quantile(tokens["kl"], q, confidence)
         value = quantile(tokens["kl"], q, confidence).value
@@ -149,12 +144,12 @@ class FidelityStatistics:
 
     def errors(self, confidence: float) -> Estimate:
         """Return the share of requests in which the candidate failed."""
-        failed = self._requests.samples["failed"]
+        failed = self._samples["requests"]["failed"]
         return wilson(float(failed.mean()) if len(failed) else 0.0, len(failed), confidence)
 
     def describe(self, confidence: float) -> dict[str, Any]:
         """Return all figures for JSON."""
-        samples, compared = self._requests.samples, self._compared
+        samples, compared = self._samples["requests"], self._compared
         tokens = float(compared["tokens"].sum())
         return {
             "requests": self.totals["requests"],
@@ -167,29 +162,17 @@ class FidelityStatistics:
             "bytes_saved_per_request": float(samples["saved"].mean()) if len(samples) else None,
             "infinite_kl_tokens": int(compared["infinite"].sum()),
             "ended_early": {reason: self.totals[reason] for reason in ("room", "failed")},
-            "latest": {"requests": len(samples), "percentile_tokens": len(self._tokens.samples)},
+            "latest": {"requests": len(samples), "percentile_tokens": len(self._samples["tokens"])},
         }
 
-    def save(self) -> SavedSamples:
-        return SavedSamples([self._requests.dump(), self._tokens.dump()], dict(self.totals))
 
-    @classmethod
-    def restore(cls, saved: SavedSamples) -> FidelityStatistics:
-        """Return the statistics that were saved. Raises ValueError if they are damaged."""
-        new = cls()
-        requests, tokens = saved.rings
-        new._requests.load(requests)
-        new._tokens.load(tokens)
-        new.totals.update(saved.totals)
-        return new
+class ArmStatistics(LatestSamples):
+    """How fast, and with how many errors, the latest requests of one arm of a roll-out's stage were served.
 
+    Totals: "requests" that were not cancelled, of which "failed".
+    """
 
-class ArmStatistics:
-    """How fast, and with how many errors, the latest requests of one arm of a roll-out's stage were served."""
-
-    def __init__(self) -> None:
-        self._requests = SampleRing(_SERVED, MAX_SERVED)
-        self.totals = Counter[str]()  # "requests" that were not cancelled, of which "failed"
+    kinds: ClassVar = {"requests": (_SERVED, MAX_SERVED)}
 
     def record(self, record: RequestRecord) -> None:
         """Add a request that has ended. One that its client cancelled says nothing about errors, and is left out.
@@ -202,35 +185,34 @@ class ArmStatistics:
         failed = is_moved or record.outcome == "error"
         self.totals["requests"] += 1
         self.totals["failed"] += failed
-        row = np.zeros(1, _SERVED)
         first = math.nan if is_moved or record.first_token_seconds is None else record.first_token_seconds
         between = math.nan if is_moved else _mean_inter_token(record)
-        row[0] = (first, between, failed, zlib.crc32((record.conversation or "").encode()))
-        self._requests.append(row)
+        row = (first, between, failed, zlib.crc32((record.conversation or "").encode()))
+        self._append("requests", np.array([row], _SERVED))
 
     @property
     def first_token_seconds(self) -> NDArray[np.float64]:
-        return _known(self._requests.samples["first_token"])
+        return _known(self._samples["requests"]["first_token"])
 
     @property
     def inter_token_seconds(self) -> NDArray[np.float64]:
         """The mean time between tokens of each request with two or more."""
-        return _known(self._requests.samples["inter_token"])
+        return _known(self._samples["requests"]["inter_token"])
 
     @property
     def num_conversations(self) -> int:
         """The number of conversations of the requests, which are alike within one; choices of a prompt are one."""
-        return len(np.unique(self._requests.samples["conversation"]))
+        return len(np.unique(self._samples["requests"]["conversation"]))
 
     @property
     def num_failed_conversations(self) -> int:
         """The number of conversations of which a request failed."""
-        samples = self._requests.samples
+        samples = self._samples["requests"]
         return len(np.unique(samples["conversation"][samples["failed"] > 0]))
 
     def errors(self, confidence: float) -> Estimate:
         """Return the share of requests that failed. Its interval respects that those of a conversation are alike."""
-        samples = self._requests.samples
+        samples = self._samples["requests"]
         _, places, counts = np.unique(samples["conversation"], return_inverse=True, return_counts=True)
         failed = np.bincount(places, weights=samples["failed"]).astype(np.float64)
         return clustered_share(failed, counts.astype(np.float64), confidence)
@@ -244,18 +226,6 @@ class ArmStatistics:
             "ttft_p95": quantile(self.first_token_seconds, 0.95, confidence).describe(),
             "itl_p95": quantile(self.inter_token_seconds, 0.95, confidence).describe(),
         }
-
-    def save(self) -> SavedSamples:
-        return SavedSamples([self._requests.dump()], dict(self.totals))
-
-    @classmethod
-    def restore(cls, saved: SavedSamples) -> ArmStatistics:
-        """Return the statistics that were saved. Raises ValueError if they are damaged."""
-        new = cls()
-        (requests,) = saved.rings
-        new._requests.load(requests)
-        new.totals.update(saved.totals)
-        return new
 
 
 def _known(samples: NDArray[Any]) -> NDArray[np.float64]:

@@ -86,8 +86,7 @@ class RolloutStore:
         """
         if self.path is None:
             return []
-        if self.path.exists() and not self._take_lock():
-            raise FileInUseError("another server uses it")
+        self._take_lock(self.path.with_name(self.path.name + ".lock"))
         self._is_open = True
         try:
             data = self.path.read_bytes()
@@ -103,6 +102,21 @@ class RolloutStore:
             raise DamagedFileError(f"it is of version {saved.version}, and this server writes version {VERSION}")
         return saved.rollouts
 
+    def _take_lock(self, file: Path) -> None:
+        """Lock the file. Raises FileInUseError if another server has locked it."""
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._lock_descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise FileInUseError(
+                "another server keeps its roll-outs in it, so those of this server are not kept for the next start: "
+                "set rollouts_file to another file"
+            ) from None
+        except OSError:
+            pass  # the folder cannot be written, which is logged with the first attempt, or there are no locks here
+
     def set_aside(self) -> Path | None:
         """Rename a damaged file, so that it can be looked at; return its new path, or None if that fails."""
         assert self.path is not None
@@ -115,7 +129,7 @@ class RolloutStore:
 
     def write(self, rollouts: Sequence[SavedRollout]) -> None:
         """Write the state and wait for the disk. If that fails, `has_failed` says that it has to be written again."""
-        if not self._is_open or not self._take_lock():
+        if not self._is_open:
             return
         assert self.path is not None
         try:
@@ -131,32 +145,6 @@ class RolloutStore:
             self.has_failed = True
         else:
             self.has_failed = False
-
-    def _take_lock(self) -> bool:
-        """Lock the file and return whether that succeeded; if another server has it, nothing is written any more."""
-        assert self.path is not None
-        if self._lock_descriptor is not None:
-            return True
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path.with_name(self.path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return True  # writing will fail, too, and be logged
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            self._is_open = False
-            log.error(
-                "another server keeps its roll-outs in %s: those of this server are not kept for the next start; set "
-                "rollouts_file to another file",
-                self.path,
-            )
-            return False
-        except OSError:
-            pass  # a file system without locks
-        self._lock_descriptor = lock
-        return True
 
     def close(self) -> None:
         """Release the file; nothing is written any more."""

@@ -142,10 +142,15 @@ class RolloutDriver:
             choice = self.choose()
             conversation = {} if choice.is_counted else {"conversation": None}
             record = make_record(choice.instance, rollout=choice.rollout, reason=choice.reason, **times, **conversation)
-            self.rollouts.observe([], [record])
+            self.observe([], [record])
             if choice.shadow is not None:
                 values = [self.rng.expovariate(1 / kl) for _ in range(20)]
-                self.rollouts.observe([make_fidelity(values, candidate=choice.shadow, agreed=agreed, rollout=name)], [])
+                self.observe([make_fidelity(values, candidate=choice.shadow, agreed=agreed, rollout=name)])
+
+    def observe(self, fidelities: Sequence[RequestFidelity], records: Sequence[RequestRecord] = ()) -> None:
+        """Report what has ended, and let the guards look at it."""
+        self.rollouts.observe(fidelities, records)
+        self.rollouts.update()
 
     def show(self, name: str = "r") -> dict[str, Any]:
         return next(each for each in self.rollouts.describe()["data"] if each["name"] == name)

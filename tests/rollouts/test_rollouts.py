@@ -146,7 +146,7 @@ def test_a_candidate_that_diverges_is_rolled_back(
     assert "the mean KL divergence is" in found["reason"]
     assert "at most 0.05 is allowed" in found["reason"]
     assert f"roll-out r: {STAGES[stage]}" in caplog.text
-    assert driver.rollouts.list_splits().rolled_back == ["r"]
+    assert driver.rollouts.list_splits().states == {"r": ("rolled_back", 0.0)}
     assert driver.rollouts.list_splits().rolled_back == []
     assert driver.choose()[:3] == ("paged", "default", None)
     driver.wait(10_000)
@@ -155,27 +155,27 @@ def test_a_candidate_that_diverges_is_rolled_back(
 
 def test_one_bad_request_rolls_nothing_back(driver: RolloutDriver) -> None:
     driver.serve(30)
-    driver.rollouts.observe([make_fidelity([5.0] * 20, agreed=0.0)], [])
+    driver.observe([make_fidelity([5.0] * 20, agreed=0.0)], [])
     assert driver.show()["state"] == "shadow"
 
 
 def test_an_impossible_token_does_not_count_as_zero(driver: RolloutDriver) -> None:
     for _ in range(20):
-        driver.rollouts.observe([make_fidelity([0.001] * 19 + [float("inf")])], [])
+        driver.observe([make_fidelity([0.001] * 19 + [float("inf")])], [])
     assert driver.show()["state"] == "rolled_back"
     assert driver.show()["fidelity"]["infinite_kl_tokens"] > 0
 
 
 def test_a_candidate_that_fails_is_rolled_back(driver: RolloutDriver) -> None:
     for _ in range(12):
-        driver.rollouts.observe([make_fidelity([], ended_early="failed")], [])
+        driver.observe([make_fidelity([], ended_early="failed")], [])
     assert driver.show()["state"] == "rolled_back"
     assert "comparisons in which the candidate failed" in driver.show()["reason"]
 
 
 def test_comparisons_that_ended_for_lack_of_room_are_no_failures(driver: RolloutDriver) -> None:
     for _ in range(200):
-        driver.rollouts.observe([make_fidelity([], ended_early="room")], [])
+        driver.observe([make_fidelity([], ended_early="room")], [])
     assert driver.show()["state"] == "shadow"
     assert driver.show()["fidelity"]["ended_early"]["room"] == 200
 
@@ -183,10 +183,10 @@ def test_comparisons_that_ended_for_lack_of_room_are_no_failures(driver: Rollout
 def test_errors_of_served_requests_roll_back_and_cancelled_ones_do_not(driver: RolloutDriver) -> None:
     advance_to(driver, 1)
     for _ in range(200):
-        driver.rollouts.observe([], [make_record("small", rollout="r", outcome="cancelled")])
+        driver.observe([], [make_record("small", rollout="r", outcome="cancelled")])
     assert driver.show()["state"] == "canary"
     for _ in range(10):
-        driver.rollouts.observe([], [make_record("small", rollout="r", outcome="error")])
+        driver.observe([], [make_record("small", rollout="r", outcome="error")])
     assert driver.show()["state"] == "rolled_back"
     assert "the share of failed requests" in driver.show()["reason"]
 
@@ -198,7 +198,7 @@ def test_a_slow_candidate_is_rolled_back(driver: RolloutDriver) -> None:
         record = make_record(
             "small" if slow else "paged", rollout="r", first_token_seconds=jitter * (0.5 if slow else 0.1)
         )
-        driver.rollouts.observe([], [record])
+        driver.observe([], [record])
         driver.wait(0.01)
     assert driver.show()["state"] == "rolled_back"
     assert "the time to the first token, relative to the baseline" in driver.show()["reason"]
@@ -207,7 +207,7 @@ def test_a_slow_candidate_is_rolled_back(driver: RolloutDriver) -> None:
 def test_requests_that_name_their_instance_are_not_counted(driver: RolloutDriver) -> None:
     advance_to(driver, 1)
     for _ in range(20):
-        driver.rollouts.observe([], [make_record("small", rollout="r", outcome="error", conversation=None)])
+        driver.observe([], [make_record("small", rollout="r", outcome="error", conversation=None)])
     assert driver.show()["canary"]["requests"] == 0
     assert not driver.choose(kv_cache="paged").is_counted
     assert driver.choose().is_counted
@@ -217,7 +217,7 @@ def test_what_a_fallback_of_the_candidate_served_counts_as_its_failure(driver: R
     advance_to(driver, 1)
     for _ in range(10):
         moved = make_record("paged", rollout="r", reason="fallback of small", fallback_of="small")
-        driver.rollouts.observe([], [moved])
+        driver.observe([], [moved])
     assert driver.show()["state"] == "rolled_back"
     assert driver.show()["canary"]["failed"] == driver.show()["canary"]["requests"] > 0
     assert driver.show()["baseline"]["requests"] == 0
@@ -226,12 +226,12 @@ def test_what_a_fallback_of_the_candidate_served_counts_as_its_failure(driver: R
 def test_one_bad_request_or_conversation_does_not_roll_back(driver: RolloutDriver) -> None:
     advance_to(driver, 1)
     bad = {"outcome": "error", "conversation": "a prompt with eight choices"}
-    driver.rollouts.observe([], [make_record("small", rollout="r", **bad) for _ in range(8)])
+    driver.observe([], [make_record("small", rollout="r", **bad) for _ in range(8)])
     for _ in range(8):
-        driver.rollouts.observe([], [make_record("small", rollout="r")])
+        driver.observe([], [make_record("small", rollout="r")])
         assert driver.show()["state"] == "canary"
     for _ in range(5):
-        driver.rollouts.observe([], [make_record("small", rollout="r", outcome="error")])
+        driver.observe([], [make_record("small", rollout="r", outcome="error")])
     assert driver.show()["state"] == "rolled_back"
 
 
@@ -240,7 +240,7 @@ def test_errors_of_both_arms_are_not_the_candidates_fault(driver: RolloutDriver)
     for _ in range(100):
         outcome = "error" if driver.rng.random() < 0.4 else "length"
         arms = [make_record(name, rollout="r", outcome=outcome) for name in ("paged", "small")]
-        driver.rollouts.observe([], arms)
+        driver.observe([], arms)
     assert driver.show()["state"] == "canary"
 
 
@@ -350,7 +350,7 @@ def test_roll_outs_that_hinder_each_other_are_refused(driver: RolloutDriver) -> 
 
 def test_fidelity_is_known_for_each_pair(driver: RolloutDriver) -> None:
     driver.serve(60)
-    driver.rollouts.observe([make_fidelity([0.5, 0.7], candidate="window", agreed=0.5)], [])
+    driver.observe([make_fidelity([0.5, 0.7], candidate="window", agreed=0.5)], [])
     small, window = driver.rollouts.describe_fidelity()["data"]
     assert (small["served"], small["candidate"]) == ("paged", "small")
     assert small["kl_mean"]["low"] < small["kl_mean"]["value"] < small["kl_mean"]["high"]
