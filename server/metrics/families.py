@@ -10,14 +10,14 @@ client can add.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any, get_args
 
 from prometheus_client import Counter, Gauge, Histogram, Info, Summary
 
 from cache_strategies.types import Blocks, Miss
 from config.settings import MAX_DRAFT_TOKENS
-from server.metrics import buckets
-from server.metrics.metric_family import Label, MetricFamily, format_table, make_vllm_family
+from server.metrics.metric_family import Buckets, Label, MetricFamily, format_table, make_vllm_family
 from server.records import ConstraintName, ConstraintRefusal, DeviceMemory, KVTokens, Outcome, Phase, Role, WaitReason
 
 # ---------------------------------------------------------------- labels
@@ -48,343 +48,303 @@ CONSTRAINT_REFUSAL = Label("reason", get_args(ConstraintRefusal))
 BY_STRATEGY = (STRATEGY,)
 BY_PAIR = (SERVED, CANDIDATE)
 
+# ---------------------------------------------------------------- kinds
+counter, gauge, info = partial(MetricFamily, Counter), partial(MetricFamily, Gauge), partial(MetricFamily, Info)
+histogram, summary = partial(MetricFamily, Histogram), partial(MetricFamily, Summary)
+vllm_counter, vllm_gauge = partial(make_vllm_family, Counter), partial(make_vllm_family, Gauge)
+vllm_histogram = partial(make_vllm_family, Histogram)
+
+# ---------------------------------------------------------------- buckets
+# The upper bounds of the buckets of histograms: vLLM's where it has the metric, and finer ones below them.
+# fmt: off
+FIRST_TOKEN: Buckets = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)
+PER_TOKEN: Buckets = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)
+LATENCY: Buckets = (
+    0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
+    7680,
+)
+BLOCK_AGE: Buckets = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800,
+)
+COMPACTION: Buckets = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+TOKEN_COUNT: Buckets = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
+)
+GRAMMAR_STEP: Buckets = (
+    1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1,
+)
+GRAMMAR_COMPILE: Buckets = (
+    1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10,
+)
+KL: Buckets = (
+    1e-6, 1e-5, 3e-5, 1e-4, 3e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10,
+)
+# fmt: on
+POWER_OF_TWO = tuple(2**n for n in range(15))
+
 # ---------------------------------------------------------------- requests
-REQUESTS = MetricFamily(
-    Counter,
+REQUESTS = counter(
     "requests",
     "Requests that left the engine, by how they ended; error: their strategy or the model failed, or they timed out.",
     (STRATEGY, OUTCOME),
     vllm_name="request_success_total",
 )
-PROMPT_TOKENS = make_vllm_family(Counter, "prompt_tokens", "Prompt tokens of requests that were admitted.", BY_STRATEGY)
-CACHED_TOKENS = make_vllm_family(
-    Counter,
+PROMPT_TOKENS = vllm_counter("prompt_tokens", "Prompt tokens of requests that were admitted.", BY_STRATEGY)
+CACHED_TOKENS = vllm_counter(
     "prompt_tokens_cached",
     "Prompt tokens that were not computed: found in the cache, or taken over from another choice.",
     BY_STRATEGY,
 )
-GENERATION_TOKENS = make_vllm_family(Counter, "generation_tokens", "Tokens generated.", BY_STRATEGY)
-PREFIX_QUERIES = make_vllm_family(
-    Counter, "prefix_cache_queries", "Prompt tokens looked up in the cache, once a request.", BY_STRATEGY
+GENERATION_TOKENS = vllm_counter("generation_tokens", "Tokens generated.", BY_STRATEGY)
+PREFIX_QUERIES = vllm_counter(
+    "prefix_cache_queries", "Prompt tokens looked up in the cache, once a request.", BY_STRATEGY
 )
-PREFIX_HITS = make_vllm_family(Counter, "prefix_cache_hits", "Prompt tokens found in the cache.", BY_STRATEGY)
-PREFIX_MISSES = MetricFamily(
-    Counter, "prefix_cache_misses", "Prompt tokens not found in the cache, by reason.", (STRATEGY, MISS_REASON)
+PREFIX_HITS = vllm_counter("prefix_cache_hits", "Prompt tokens found in the cache.", BY_STRATEGY)
+PREFIX_MISSES = counter(
+    "prefix_cache_misses", "Prompt tokens not found in the cache, by reason.", (STRATEGY, MISS_REASON)
 )
-E2E_LATENCY = make_vllm_family(
-    Histogram, "e2e_request_latency_seconds", "Time from a request's arrival to its end.", BY_STRATEGY, buckets.LATENCY
+E2E_LATENCY = vllm_histogram(
+    "e2e_request_latency_seconds", "Time from a request's arrival to its end.", BY_STRATEGY, LATENCY
 )
-QUEUE_TIME = make_vllm_family(
-    Histogram, "request_queue_time_seconds", "Time from a request's arrival to its seat.", BY_STRATEGY, buckets.LATENCY
+QUEUE_TIME = vllm_histogram(
+    "request_queue_time_seconds", "Time from a request's arrival to its seat.", BY_STRATEGY, LATENCY
 )
-PREFILL_TIME = make_vllm_family(
-    Histogram,
-    "request_prefill_time_seconds",
-    "Time from a request's seat to its first token.",
-    BY_STRATEGY,
-    buckets.LATENCY,
+PREFILL_TIME = vllm_histogram(
+    "request_prefill_time_seconds", "Time from a request's seat to its first token.", BY_STRATEGY, LATENCY
 )
-DECODE_TIME = make_vllm_family(
-    Histogram,
-    "request_decode_time_seconds",
-    "Time from a request's first token to its last.",
-    BY_STRATEGY,
-    buckets.LATENCY,
+DECODE_TIME = vllm_histogram(
+    "request_decode_time_seconds", "Time from a request's first token to its last.", BY_STRATEGY, LATENCY
 )
-FIRST_TOKEN_TIME = make_vllm_family(
-    Histogram,
-    "time_to_first_token_seconds",
-    "Time from a request's arrival to its first token.",
-    BY_STRATEGY,
-    buckets.FIRST_TOKEN,
+FIRST_TOKEN_TIME = vllm_histogram(
+    "time_to_first_token_seconds", "Time from a request's arrival to its first token.", BY_STRATEGY, FIRST_TOKEN
 )
-INTER_TOKEN_LATENCY = make_vllm_family(
-    Histogram, "inter_token_latency_seconds", "Time between two tokens of a request.", BY_STRATEGY, buckets.PER_TOKEN
+INTER_TOKEN_LATENCY = vllm_histogram(
+    "inter_token_latency_seconds", "Time between two tokens of a request.", BY_STRATEGY, PER_TOKEN
 )
-REQUEST_PROMPT_TOKENS = make_vllm_family(
-    Histogram,
-    "request_prompt_tokens",
-    "Prompt tokens of a request that was admitted, when it leaves.",
-    BY_STRATEGY,
-    buckets.TOKEN_COUNT,
+REQUEST_PROMPT_TOKENS = vllm_histogram(
+    "request_prompt_tokens", "Prompt tokens of a request that was admitted, when it leaves.", BY_STRATEGY, TOKEN_COUNT
 )
-REQUEST_GENERATION_TOKENS = make_vllm_family(
-    Histogram,
+REQUEST_GENERATION_TOKENS = vllm_histogram(
     "request_generation_tokens",
     "Tokens generated for a request that was admitted, when it leaves.",
     BY_STRATEGY,
-    buckets.TOKEN_COUNT,
+    TOKEN_COUNT,
 )
-TIME_PER_TOKEN = make_vllm_family(
-    Histogram,
-    "request_time_per_output_token_seconds",
-    "Time between two tokens, the mean of a request.",
-    BY_STRATEGY,
-    buckets.PER_TOKEN,
+TIME_PER_TOKEN = vllm_histogram(
+    "request_time_per_output_token_seconds", "Time between two tokens, the mean of a request.", BY_STRATEGY, PER_TOKEN
 )
 
 # ---------------------------------------------------------------- the engine
-RUNNING = make_vllm_family(Gauge, "num_requests_running", "Requests with a seat.", BY_STRATEGY)
-WAITING = make_vllm_family(
-    Gauge,
+RUNNING = vllm_gauge("num_requests_running", "Requests with a seat.", BY_STRATEGY)
+WAITING = vllm_gauge(
     "num_requests_waiting",
     "Requests without a seat, by what they wait for: a seat, memory, the prompt that a sibling computes, their turn.",
     (STRATEGY, WAIT_REASON),
 )
-PREEMPTIONS = make_vllm_family(Counter, "num_preemptions", "Seats taken to make room.", BY_STRATEGY)
-FAILURES = MetricFamily(
-    Counter, "strategy_failures", "Faults of a strategy: exceptions, wrong results, calls left undone.", BY_STRATEGY
+PREEMPTIONS = vllm_counter("num_preemptions", "Seats taken to make room.", BY_STRATEGY)
+FAILURES = counter(
+    "strategy_failures", "Faults of a strategy: exceptions, wrong results, calls left undone.", BY_STRATEGY
 )
-QUARANTINED = MetricFamily(
-    Gauge, "strategy_quarantined", "1 while a strategy gets no requests after repeated faults, else 0.", BY_STRATEGY
+QUARANTINED = gauge(
+    "strategy_quarantined", "1 while a strategy gets no requests after repeated faults, else 0.", BY_STRATEGY
 )
-DISABLED = MetricFamily(
-    Gauge,
+DISABLED = gauge(
     "strategy_disabled",
     "1 from when a call of a strategy did not return until the server is started again, else 0.",
     BY_STRATEGY,
 )
-FALLBACK_REQUESTS = MetricFamily(
-    Counter,
+FALLBACK_REQUESTS = counter(
     "fallback_requests",
     "Requests for which a strategy was chosen and which its fallback served, when they leave.",
     (STRATEGY, FALLBACK),
 )
-FORKS = MetricFamily(
-    Counter,
+FORKS = counter(
     "forks",
     "Choices (`n` > 1) that share the prompt of the first one, and are not looked up in the cache.",
     BY_STRATEGY,
 )
-DRAFTS = make_vllm_family(
-    Counter, "spec_decode_num_drafts", "Drafts of a request's next tokens that were verified.", BY_STRATEGY
+DRAFTS = vllm_counter("spec_decode_num_drafts", "Drafts of a request's next tokens that were verified.", BY_STRATEGY)
+DRAFT_TOKENS = vllm_counter("spec_decode_num_draft_tokens", "Tokens of these drafts.", BY_STRATEGY)
+ACCEPTED_TOKENS = vllm_counter(
+    "spec_decode_num_accepted_tokens", "Draft tokens that were accepted: each saves a step of its request.", BY_STRATEGY
 )
-DRAFT_TOKENS = make_vllm_family(Counter, "spec_decode_num_draft_tokens", "Tokens of these drafts.", BY_STRATEGY)
-ACCEPTED_TOKENS = make_vllm_family(
-    Counter,
-    "spec_decode_num_accepted_tokens",
-    "Draft tokens that were accepted: each saves a step of its request.",
-    BY_STRATEGY,
-)
-ACCEPTED_PER_POSITION = make_vllm_family(
-    Counter,
+ACCEPTED_PER_POSITION = vllm_counter(
     "spec_decode_num_accepted_tokens_per_pos",
     "Draft tokens that were accepted, by their position in the draft, from 0.",
     (STRATEGY, POSITION),
 )
-STEPS = MetricFamily(Counter, "steps", "Forward passes; a step serves all strategies.")
-STEP_SECONDS = MetricFamily(
-    Histogram, "step_seconds", "Time of a step: scheduling, a forward pass, sampling.", (), buckets.PER_TOKEN
-)
-STEP_ROWS = MetricFamily(Histogram, "step_rows", "Sequences in a step.", (), buckets.POWER_OF_TWO)
-STEP_TOKENS = MetricFamily(
-    Histogram, "step_tokens", "Tokens in a step.", (), buckets.POWER_OF_TWO, vllm_name="iteration_tokens_total"
-)
-KERNEL_SECONDS = MetricFamily(
-    Summary,
+STEPS = counter("steps", "Forward passes; a step serves all strategies.")
+STEP_SECONDS = histogram("step_seconds", "Time of a step: scheduling, a forward pass, sampling.", (), PER_TOKEN)
+STEP_ROWS = histogram("step_rows", "Sequences in a step.", (), POWER_OF_TWO)
+STEP_TOKENS = histogram("step_tokens", "Tokens in a step.", (), POWER_OF_TWO, vllm_name="iteration_tokens_total")
+KERNEL_SECONDS = summary(
     "kernel_seconds",
     "Time of an operation in a step, all calls together, by phase of the step; measured in one step of 61.",
     (OP, BACKEND, PHASE),
 )
-TIMED_STEP_SECONDS = MetricFamily(
-    Summary,
+TIMED_STEP_SECONDS = summary(
     "timed_step_seconds",
     "Time of the steps in which kernel_seconds is measured; what operations do not take is Python and small tensors.",
     (PHASE,),
 )
-KERNEL_FALLBACK = MetricFamily(
-    Gauge, "kernel_fallback", "1: the operation failed its check at start, and plain torch computes it.", (OP,)
+KERNEL_FALLBACK = gauge(
+    "kernel_fallback", "1: the operation failed its check at start, and plain torch computes it.", (OP,)
 )
 
 # ---------------------------------------------------------------- structured output
-CONSTRAINED_REQUESTS = MetricFamily(
-    Counter, "constrained_requests", "HTTP requests whose texts are constrained, by what does so.", (CONSTRAINT,)
+CONSTRAINED_REQUESTS = counter(
+    "constrained_requests", "HTTP requests whose texts are constrained, by what does so.", (CONSTRAINT,)
 )
-REFUSED_CONSTRAINTS = MetricFamily(
-    Counter,
+REFUSED_CONSTRAINTS = counter(
     "constraint_refusals",
     "Requests that ended because of their constraint: invalid (or not supported), too large, its check took too "
     "long or too much memory, crashed or was impossible at the moment; failed: while the text was written.",
     (CONSTRAINT_REFUSAL,),
 )
-GRAMMAR_COMPILE_SECONDS = MetricFamily(
-    Histogram,
+GRAMMAR_COMPILE_SECONDS = histogram(
     "grammar_compile_seconds",
     "Time in which the engine compiled a grammar, beside its steps; of the first one with the table of all tokens.",
     (),
-    buckets.GRAMMAR_COMPILE,
+    GRAMMAR_COMPILE,
 )
-GRAMMAR_LOOKUPS = MetricFamily(
-    Counter, "grammar_cache_queries", "Requests (each choice of n) that got a compiled grammar from the engine's cache."
+GRAMMAR_LOOKUPS = counter(
+    "grammar_cache_queries", "Requests (each choice of n) that got a compiled grammar from the engine's cache."
 )
-GRAMMAR_HITS = MetricFamily(
-    Counter, "grammar_cache_hits", "Requests among these whose grammar had been compiled for another request."
+GRAMMAR_HITS = counter(
+    "grammar_cache_hits", "Requests among these whose grammar had been compiled for another request."
 )
-GRAMMAR_STEP_SECONDS = MetricFamily(
-    Histogram,
+GRAMMAR_STEP_SECONDS = histogram(
     "grammar_step_seconds",
     "CPU time of all grammars of a step together: masks, and following tokens and drafts; only steps that have some.",
     (),
-    buckets.GRAMMAR_STEP,
+    GRAMMAR_STEP,
 )
 
 # ---------------------------------------------------------------- the server
-ENGINE_RESTARTS = MetricFamily(Counter, "engine_restarts", "Engines that were started because the one before had died.")
-RESPONSES = MetricFamily(
-    Counter,
+ENGINE_RESTARTS = counter("engine_restarts", "Engines that were started because the one before had died.")
+RESPONSES = counter(
     "http_responses",
     "HTTP responses by status, as API processes report within a second; 499: the client left before there was one.",
     (CODE,),
 )
-BUILD = MetricFamily(Info, "build", "Versions of the server and of the libraries it runs on.")
-SETTINGS = MetricFamily(
-    Info, "settings", "Settings in effect, `auto` and defaults resolved; GET /v1/settings has all of them."
-)
-STRATEGIES = MetricFamily(Info, "strategy", "Kind and options of a strategy.", BY_STRATEGY)
+BUILD = info("build", "Versions of the server and of the libraries it runs on.")
+SETTINGS = info("settings", "Settings in effect, `auto` and defaults resolved; GET /v1/settings has all of them.")
+STRATEGIES = info("strategy", "Kind and options of a strategy.", BY_STRATEGY)
 
 # ---------------------------------------------------------------- memory
-KV_BYTES = MetricFamily(
-    Gauge,
+KV_BYTES = gauge(
     "kv_cache_bytes",
     "KV memory reserved: used, idle (cached, in no running sequence), wasted (held and empty).",
     (STRATEGY, KV_STATE),
 )
-KV_TOKENS = MetricFamily(
-    Gauge,
+KV_TOKENS = gauge(
     "kv_cache_tokens",
     "Tokens of running sequences: dropped, if the model would use their keys for the next token and the strategy has "
     "given them up (the mean over all KV heads), else kept.",
     (STRATEGY, KV_TOKEN_STATE),
 )
-KV_DROPPED = MetricFamily(
-    Counter,
+KV_DROPPED = counter(
     "kv_cache_dropped_tokens",
     "Tokens whose keys had been dropped when their request left; of requests without an error.",
     BY_STRATEGY,
 )
-KV_BUDGET = MetricFamily(
-    Gauge,
+KV_BUDGET = gauge(
     "kv_cache_budget_tokens",
     "Tokens that a strategy keeps of a text of max_seq_len tokens; without a budget, all of them.",
     BY_STRATEGY,
 )
-KV_COMPACTIONS = MetricFamily(
-    Counter, "kv_cache_compactions", "Compactions: a strategy dropped keys of one sequence after a step.", BY_STRATEGY
+KV_COMPACTIONS = counter(
+    "kv_cache_compactions", "Compactions: a strategy dropped keys of one sequence after a step.", BY_STRATEGY
 )
-KV_COMPACTION_SECONDS = MetricFamily(
-    Histogram, "kv_cache_compaction_seconds", "Time of a compaction, within a step.", BY_STRATEGY, buckets.COMPACTION
+KV_COMPACTION_SECONDS = histogram(
+    "kv_cache_compaction_seconds", "Time of a compaction, within a step.", BY_STRATEGY, COMPACTION
 )
-KV_COMPACTED = MetricFamily(
-    Counter,
+KV_COMPACTED = counter(
     "kv_cache_compacted_tokens",
     "Tokens that compactions dropped (the mean over all KV heads); again if a sequence is computed again.",
     BY_STRATEGY,
 )
-KV_LIMIT = MetricFamily(Gauge, "kv_cache_limit_bytes", "KV memory that a strategy may hold.", BY_STRATEGY)
-KV_FLOOR = MetricFamily(Gauge, "kv_cache_floor_bytes", "KV memory that no other strategy may take.", BY_STRATEGY)
-KV_POOL = MetricFamily(
-    Gauge,
+KV_LIMIT = gauge("kv_cache_limit_bytes", "KV memory that a strategy may hold.", BY_STRATEGY)
+KV_FLOOR = gauge("kv_cache_floor_bytes", "KV memory that no other strategy may take.", BY_STRATEGY)
+KV_POOL = gauge(
     "kv_cache_pool_bytes",
     "KV memory of the server: held by a strategy; warm: free, and provided by the system already; cold: free, and "
     "taken from the system when it is needed.",
     (POOL_STATE,),
 )
-KV_BLOCKS = MetricFamily(
-    Gauge,
+KV_BLOCKS = gauge(
     "kv_cache_blocks",
     "Blocks: in_use by sequences that run (of these shared by several, pending: promised by one that computes them), "
     "pinned, idle.",
     (STRATEGY, BLOCK_STATE),
 )
-KV_COPIES = MetricFamily(
-    Counter,
+KV_COPIES = counter(
     "kv_cache_copied_blocks",
     "Blocks copied because a sequence was about to write into a shared one (copy on write).",
     BY_STRATEGY,
 )
-KV_USAGE = MetricFamily(
-    Gauge,
+KV_USAGE = gauge(
     "kv_cache_usage_ratio",
     "KV memory used, as a share of the limit, 0 to 1.",
     BY_STRATEGY,
     vllm_name="kv_cache_usage_perc",
 )
-KV_EVICTED = MetricFamily(
-    Counter, "kv_cache_evicted_bytes", "Idle KV memory that was evicted to make room.", BY_STRATEGY
+KV_EVICTED = counter("kv_cache_evicted_bytes", "Idle KV memory that was evicted to make room.", BY_STRATEGY)
+BLOCK_LIFETIME = vllm_histogram(
+    "kv_block_lifetime_seconds", "Of an evicted block: time since it was filled.", BY_STRATEGY, BLOCK_AGE
 )
-BLOCK_LIFETIME = make_vllm_family(
-    Histogram,
-    "kv_block_lifetime_seconds",
-    "Of an evicted block: time since it was filled.",
-    BY_STRATEGY,
-    buckets.BLOCK_AGE,
+BLOCK_IDLE = vllm_histogram(
+    "kv_block_idle_before_evict_seconds", "Of an evicted block: time since its last use.", BY_STRATEGY, BLOCK_AGE
 )
-BLOCK_IDLE = make_vllm_family(
-    Histogram,
-    "kv_block_idle_before_evict_seconds",
-    "Of an evicted block: time since its last use.",
-    BY_STRATEGY,
-    buckets.BLOCK_AGE,
+BLOCK_REUSE_GAP = vllm_histogram(
+    "kv_block_reuse_gap_seconds", "Of an idle block that was found: time since its last use.", BY_STRATEGY, BLOCK_AGE
 )
-BLOCK_REUSE_GAP = make_vllm_family(
-    Histogram,
-    "kv_block_reuse_gap_seconds",
-    "Of an idle block that was found: time since its last use.",
-    BY_STRATEGY,
-    buckets.BLOCK_AGE,
+PROCESS_MEMORY = gauge(
+    "process_resident_memory_bytes", "Resident memory of the server's processes; shared memory counts in each.", (ROLE,)
 )
-PROCESS_MEMORY = MetricFamily(
-    Gauge,
-    "process_resident_memory_bytes",
-    "Resident memory of the server's processes; shared memory counts in each.",
-    (ROLE,),
-)
-DEVICE_MEMORY = MetricFamily(
-    Gauge,
+DEVICE_MEMORY = gauge(
     "device_memory_bytes",
     "Memory of the device, all processes together; for a CPU the machine's, or its container's.",
     (DEVICE_STATE,),
 )
 
 # ---------------------------------------------------------------- shadows and roll-outs
-SHADOW_KL = MetricFamily(
-    Histogram,
+SHADOW_KL = histogram(
     "shadow_kl_nats",
     "KL divergence KL(served || candidate) of each output token that was also computed under a candidate.",
     BY_PAIR,
-    buckets.KL,
+    KL,
 )
-SHADOW_TOKENS = MetricFamily(Counter, "shadow_tokens", "Output tokens compared with a candidate.", BY_PAIR)
-SHADOW_AGREED = MetricFamily(
-    Counter,
+SHADOW_TOKENS = counter("shadow_tokens", "Output tokens compared with a candidate.", BY_PAIR)
+SHADOW_AGREED = counter(
     "shadow_top1_tokens",
     "Compared tokens for which the instance that served and the candidate have the same likeliest token.",
     BY_PAIR,
 )
-SHADOW_TOP1 = MetricFamily(
-    Gauge,
+SHADOW_TOP1 = gauge(
     "shadow_top1_ratio",
     "Share of compared tokens with the same likeliest token, 0 to 1, since the engine's start; NaN: none was compared.",
     BY_PAIR,
 )
-SHADOW_REQUESTS = MetricFamily(
-    Counter,
+SHADOW_REQUESTS = counter(
     "shadow_requests",
     "Requests that also ran under a candidate, by result; room: given up for other requests; failed: by the candidate.",
     (SERVED, CANDIDATE, SHADOW_RESULT),
 )
-SHADOW_COMPUTED = MetricFamily(
-    Counter, "shadow_computed_tokens", "Tokens computed for shadows, which other metrics leave out.", BY_STRATEGY
+SHADOW_COMPUTED = counter(
+    "shadow_computed_tokens", "Tokens computed for shadows, which other metrics leave out.", BY_STRATEGY
 )
-ROLLOUT_CURRENT = MetricFamily(
-    Gauge, "rollout_state", "1 for the state that a roll-out is in, 0 for the others.", (ROLLOUT, ROLLOUT_STATE)
+ROLLOUT_CURRENT = gauge(
+    "rollout_state", "1 for the state that a roll-out is in, 0 for the others.", (ROLLOUT, ROLLOUT_STATE)
 )
-ROLLOUT_SHARE = MetricFamily(
-    Gauge, "rollout_share", "Share of the requests that the candidate of a roll-out serves, 0 to 1.", (ROLLOUT,)
+ROLLOUT_SHARE = gauge(
+    "rollout_share", "Share of the requests that the candidate of a roll-out serves, 0 to 1.", (ROLLOUT,)
 )
-ROLLBACKS = MetricFamily(
-    Counter, "rollout_rollbacks", "Roll-outs that a guard rolled back, since the engine's start.", (ROLLOUT,)
-)
+ROLLBACKS = counter("rollout_rollbacks", "Roll-outs that a guard rolled back, since the engine's start.", (ROLLOUT,))
 
 FAMILIES: tuple[MetricFamily[Any], ...] = tuple(
     family for family in list(globals().values()) if isinstance(family, MetricFamily)
