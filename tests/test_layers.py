@@ -33,6 +33,7 @@ ALSO = {
         *(f"config.flags.{name}" for name in ("Kind", "COUNT", "DURATION", "FILE", "SWITCH")),
         *(f"config.flags.{name}" for name in ("add_flags", "flag", "number_flag")),
     },
+    "loadtest.bench.report": {"config.tables", "config.tables.format_table"},
     "loadtest.traces": {"config.quantities", "config.quantities.parse_share_flag"},
 }
 

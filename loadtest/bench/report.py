@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from config.tables import format_table
 from loadtest.bench.figures import Figures, Key
 from loadtest.bench.types import ServerInfo
 from loadtest.bench.workloads import Workload
@@ -68,18 +64,17 @@ def as_text(report: BenchReport) -> str:
 
 
 def _format_table(report: BenchReport) -> str:
-    table = Table(box=box.MARKDOWN)
-    table.add_column("workload")
-    table.add_column("what it is")
-    table.add_column("strategy" if report.server.listing.strategies else "model")
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
-    for key, figures in report.figures.items():
-        name = f"{key.workload} {key.phase}".strip()
-        table.add_row(name, report.describe_workload(key.workload), key.strategy, *_format_cells(figures))
-    printed = io.StringIO()
-    Console(file=printed, width=10_000, force_terminal=False, color_system=None, markup=False).print(table)
-    return "\n".join(line.strip() for line in printed.getvalue().strip().splitlines())
+    names = ["workload", "what it is", "strategy" if report.server.listing.strategies else "model"]
+    rows = [
+        [
+            f"{key.workload} {key.phase}".strip(),
+            report.describe_workload(key.workload),
+            key.strategy,
+            *_format_cells(one),
+        ]
+        for key, one in report.figures.items()
+    ]
+    return format_table(names, COLUMNS, rows)
 
 
 def _format_cells(figures: Figures) -> list[str]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from config.tables import format_table
 from server.evaluation.compare import Fidelity
 
 NEAREST_BOUND = 64  # end of the nearest range of distances between answer and mention, in tokens
@@ -67,8 +63,6 @@ class EvaluationReport:
 
 def as_table(report: EvaluationReport) -> str:
     """Return the results as a table in GitHub's Markdown; "recall" is the share of right answers by distance."""
-    table = Table(box=box.MARKDOWN)
-    table.add_column("strategy")
     columns = [
         "KV memory",
         "perplexity",
@@ -78,20 +72,17 @@ def as_table(report: EvaluationReport) -> str:
         "records: KL",
         *(f"recall {s}" for s in report.distance_ranges),
     ]
-    for column in columns:
-        table.add_column(column, justify="right")
-    for r in report.results:
-        fidelity = (
-            f"{r.text.agreement:.2%}",
-            _format_nats(r.text.kl),
-            f"{r.records.agreement:.2%}",
-            _format_nats(r.records.kl),
-        )
-        recall = (_format_share(*r.records.recall(*span)) for span in report.distance_ranges)
-        table.add_row(r.name, f"{r.kv_bytes / 1024:,.0f} KiB", f"{r.text.perplexity:.3f}", *fidelity, *recall)
-    printed = io.StringIO()
-    Console(file=printed, width=10_000, force_terminal=False, color_system=None).print(table)
-    return "\n".join(line.strip() for line in printed.getvalue().strip().splitlines())
+    rows = [
+        [
+            r.name,
+            f"{r.kv_bytes / 1024:,.0f} KiB",
+            f"{r.text.perplexity:.3f}",
+            *(cell for f in (r.text, r.records) for cell in (f"{f.agreement:.2%}", _format_nats(f.kl))),
+            *(_format_share(*r.records.recall(*span)) for span in report.distance_ranges),
+        ]
+        for r in report.results
+    ]
+    return format_table(["strategy"], columns, rows)
 
 
 def _format_nats(value: float) -> str:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from config.tables import format_table
 from server.profiling.steps import Steps
 
 
@@ -90,19 +86,14 @@ def as_text(model: Mapping[str, Any], profiles: Sequence[StepProfile], note: str
 
 def _format_table(profile: StepProfile) -> str:
     total = profile.steps.total
-    table = Table(box=box.MARKDOWN)
-    table.add_column(str(profile))
-    for column in ("ms a step", "share", "calls", "MB", "GB/s"):
-        table.add_column(column, justify="right")
-    for part in profile.parts:
-        table.add_row(part.what, f"{part.seconds * 1e3:.3f}", f"{part.seconds / total:.1%}", *_format_traffic(part))
-    table.add_row("all", f"{total * 1e3:.3f}", "100.0%", "", f"{profile.num_bytes / 1e6:,.1f}", "")
-    for name, seconds in (("reading", profile.memory_seconds), ("products", profile.product_seconds)):
-        if seconds is not None:
-            table.add_row(f"the least for {name}", f"{seconds * 1e3:.3f}", f"{seconds / total:.1%}", "", "", "")
-    printed = io.StringIO()
-    Console(file=printed, width=10_000, force_terminal=False, color_system=None).print(table)
-    return "\n".join(line.strip() for line in printed.getvalue().strip().splitlines())
+    lines = [
+        *((part.what, part.seconds, _format_traffic(part)) for part in profile.parts),
+        ("all", total, ("", f"{profile.num_bytes / 1e6:,.1f}", "")),
+        ("the least for reading", profile.memory_seconds, ("", "", "")),
+        ("the least for products", profile.product_seconds, ("", "", "")),
+    ]
+    rows = [(name, f"{s * 1e3:.3f}", f"{s / total:.1%}", *traffic) for name, s, traffic in lines if s is not None]
+    return format_table([str(profile)], ["ms a step", "share", "calls", "MB", "GB/s"], rows)
 
 
 def _format_traffic(part: Part) -> tuple[str, str, str]:
