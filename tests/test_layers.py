@@ -132,7 +132,7 @@ def test_only_the_client_of_a_benchmark_knows_http_and_it_knows_no_workload() ->
 
 def test_what_the_command_line_finds_by_name_is_there() -> None:
     cli = [file.read_text() for name, file in modules().items() if name.startswith("server.cli.")]
-    named = re.findall(r'resolve_name\("([^":]+)', "".join(cli))
+    named = re.findall(r'(?:resolve_name|import_later)\("([^":]+)', "".join(cli))
     assert {"loadtest.bench.command", "plugin_kit.command"} <= set(named)
     assert set(named) <= modules().keys()
 

@@ -10,7 +10,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,9 @@ PROBE_BYTES = 1 << 29
 FAULT = "FAULT:"
 
 
-def doctor(out: Path = REPORT) -> int:
-    """Print and write the report; return the exit code: 1 if a kernel fails its check or `out` cannot be written."""
+def doctor(options: Mapping[str, Any]) -> int:
+    """Print and write the report; return the exit code: 1 if a kernel fails its check or --out cannot be written."""
+    out: Path = options.get("out", REPORT)
     console = Console()
     console.print("Compiling (unless cached) and checking the kernels ...")
     report = make_report()

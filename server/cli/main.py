@@ -27,7 +27,7 @@ from config.settings import MIN_API_KEY_LENGTH, Settings, group_settings, load_s
 from loadtest.bench import flags as bench_flags
 from server.cli.flags import add_settings, pop_settings_file
 from server.cli.health import TIMEOUT, check_health
-from server.cli.parser import Commands, Parser, add_command
+from server.cli.parser import Commands, Parser, add_command, import_later
 from server.cli.ray_flags import add_ray
 from server.cli.standard_streams import open_missing_streams, print_safely, redirect_to_devnull
 from server.cli.strategy import add_strategy
@@ -192,36 +192,11 @@ def check_api_keys(settings: Settings) -> None:
         log.warning("api_keys: keys of fewer than %d characters may be guessed: number %s", MIN_API_KEY_LENGTH, which)
 
 
-# ---------------------------------------------------------------- the other commands
-# Their code is imported by name when they run, so that serving does not load torch into this process.
-def health(options: dict[str, Any]) -> int:
-    """Print whether the server of --url, or each one of this user here, is ready; return the exit code."""
-    return check_health(**options)
-
-
-def bench(options: dict[str, Any]) -> int:
-    """Benchmark a running server."""
-    return int(pkgutil.resolve_name("loadtest.bench.command:run")(options))
-
-
-def evaluate(options: dict[str, Any]) -> int:
-    """Measure the quality of strategies; `options` are flags of settings and of server/evaluation/flags.py."""
-    check_kernels_package()
-    return int(pkgutil.resolve_name("server.evaluation.command:run")(pop_settings_file(options), options))
-
-
 def profile(options: dict[str, Any]) -> int:
     """Measure model steps in this process or, with --url, in a running server."""
     if "url" in options:
-        return int(pkgutil.resolve_name("server.profiling.remote:run")(pop_settings_file(options), options))
-    check_kernels_package()
-    return int(pkgutil.resolve_name("server.profiling.command:run")(pop_settings_file(options), options))
-
-
-def doctor(options: dict[str, Any]) -> int:
-    """Report on this machine and on whether its kernels compute correctly; return the exit code."""
-    check_kernels_package()
-    return int(pkgutil.resolve_name("server.cli.doctor:doctor")(**options))
+        return import_later("server.profiling.remote:run")(options)
+    return import_later("server.profiling.command:run", check_kernels_package)(options)
 
 
 # ---------------------------------------------------------------- the parser
@@ -252,7 +227,7 @@ def _add_health(commands: Commands) -> None:
     parser = add_command(
         commands,
         "health",
-        health,
+        lambda options: check_health(**options),
         "[--url URL] [--timeout DURATION]",
         help="check whether the servers on this machine are ready",
         description="Requests /ready of the servers that you run on this machine, wherever they listen.\n"
@@ -271,7 +246,7 @@ def _add_bench(commands: Commands) -> None:
     parser = add_command(
         commands,
         "bench",
-        bench,
+        import_later("loadtest.bench.command:run"),
         "[--url URL] [--workload NAME ...] [--strategies NAME ...] [more flags]",
         help="benchmark a running server under each cache strategy",
         description=bench_flags.DESCRIPTION,
@@ -284,7 +259,7 @@ def _add_evaluate(commands: Commands) -> None:
     parser = add_command(
         commands,
         "evaluate",
-        evaluate,
+        import_later("server.evaluation.command:run", check_kernels_package),
         "[--model MODEL] [--strategy NAME ...] [--text FILE] [more flags]",
         help="measure how much quality each cache strategy costs",
         description=evaluation_flags.DESCRIPTION,
@@ -312,7 +287,7 @@ def _add_doctor(commands: Commands) -> None:
     parser = add_command(
         commands,
         "doctor",
-        doctor,
+        import_later("server.cli.doctor:doctor", check_kernels_package),
         "[--out FILE]",
         help="report on this machine and on whether its kernels compute correctly",
         description="Prints a report on this machine and its kernels, and writes it to a file\n"

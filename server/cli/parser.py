@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
@@ -25,6 +26,20 @@ class Parser(argparse.ArgumentParser):
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+def import_later(target: str, *checks: Callable[[], None]) -> Callable[[dict[str, Any]], int]:
+    """Return a function that imports "module:function" and calls it with a command's options, after `checks`.
+
+    So the code of a command, which may load torch, is imported only if that command runs.
+    """
+
+    def run(options: dict[str, Any]) -> int:
+        for check in checks:
+            check()
+        return int(pkgutil.resolve_name(target)(options))
+
+    return run
 
 
 def add_command(

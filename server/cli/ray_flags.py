@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import pkgutil
 from dataclasses import dataclass
-from typing import Any
 
 from config.errors import SettingsError
 from config.flags import COUNT, Kind, add_flags, flag, number_flag
 from config.settings import group_settings
 from server.cli.flags import add_settings
-from server.cli.parser import Commands, add_command, add_command_group
+from server.cli.parser import Commands, add_command, add_command_group, import_later
 
 DESCRIPTION = """\
 Serves a model by several engines, on one machine or on many, with Ray Serve; needs pip install 'kvmux[ray]'.
@@ -74,7 +72,7 @@ def _add_up(commands: Commands) -> None:
     parser = add_command(
         commands,
         "up",
-        up,
+        import_later("server.cluster.serve.command:run", check_ray),
         "[--replicas N] [--address ADDRESS] [--model MODEL] [more settings]",
         help="start replicas and API processes on Ray Serve",
         description=UP_DESCRIPTION,
@@ -84,8 +82,7 @@ def _add_up(commands: Commands) -> None:
     add_settings(parser, group_settings())
 
 
-def up(options: dict[str, Any]) -> int:
-    """Start replicas and API processes; return the exit code. Raises SettingsError if Ray is not installed."""
+def check_ray() -> None:
+    """Raise SettingsError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise SettingsError("kvmux ray needs Ray Serve, which is not installed: pip install 'kvmux[ray]'")
-    return int(pkgutil.resolve_name("server.cluster.serve.command:run")(options))

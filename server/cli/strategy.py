@@ -5,10 +5,7 @@ Imports nothing heavy, as it comes with every start of the command line.
 
 from __future__ import annotations
 
-import pkgutil
-from typing import Any
-
-from server.cli.parser import Commands, add_command, add_command_group
+from server.cli.parser import Commands, add_command, add_command_group, import_later
 
 DESCRIPTION = """\
 For authors of plug-ins: classes of KV-cache strategies, and scorers of keys for the strategy `compressed`.
@@ -51,7 +48,7 @@ def _add_new(commands: Commands) -> None:
     parser = add_command(
         commands,
         "new",
-        new,
+        import_later("plugin_kit.command:new"),
         "NAME [--scorer]",
         help="write a package with a new strategy or scorer",
         description=NEW_DESCRIPTION,
@@ -64,7 +61,7 @@ def _add_check(commands: Commands) -> None:
     parser = add_command(
         commands,
         "check",
-        check,
+        import_later("plugin_kit.command:check"),
         "MODULE:CLASS [--options JSON ...] [-k WORDS] [--seed N] [--reference]",
         help="check a strategy or scorer, and say which promises it breaks",
         description=CHECK_DESCRIPTION,
@@ -84,13 +81,3 @@ def _add_check(commands: Commands) -> None:
     parser.add_argument(
         "--reference", action="store_true", help="compute in plain torch, instead of with this machine's kernels"
     )
-
-
-def new(options: dict[str, Any]) -> int:
-    """Write a package; return the exit code."""
-    return int(pkgutil.resolve_name("plugin_kit.command:new")(options))
-
-
-def check(options: dict[str, Any]) -> int:
-    """Check a class, and write a report; return the exit code."""
-    return int(pkgutil.resolve_name("plugin_kit.command:check")(options))

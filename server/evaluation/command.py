@@ -18,6 +18,7 @@ from cache_strategies.registry import list_kinds
 from cache_strategies.scorers import list_scorers
 from config.errors import SettingsError
 from config.settings import Settings, StrategySettings, load_settings
+from server.cli.flags import pop_settings_file
 from server.engine.build import Engine, build_engine
 from server.engine.core import Core
 from server.engine.instance import Instance
@@ -40,14 +41,14 @@ MAX_ANSWER_TOKENS = 32  # room for an answer after the question
 MAX_LOGITS = 1 << 26  # maximum number of logits of a step, of all its tokens; softmax takes a few times their memory
 
 
-def run(file: Path | None, flags: dict[str, Any]) -> int:
+def run(flags: dict[str, Any]) -> int:
     """Run an evaluation; `flags` are fields of EvaluateOptions and settings. Return the exit status.
 
     Raises SettingsError for wrong flags or settings, for files that cannot be read or written, or for lack of memory.
     """
     options = EvaluateOptions(**{f.name: flags.pop(f.name) for f in fields(EvaluateOptions) if f.name in flags})
     check_files(options)
-    engine, names = start_engine(file, flags, options)
+    engine, names = start_engine(pop_settings_file(flags), flags, options)
     try:
         report = evaluate(engine, names, options)
     except StrategyError as error:

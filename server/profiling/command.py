@@ -14,6 +14,7 @@ from rich.console import Console
 
 from config.errors import SettingsError
 from config.settings import Settings, load_settings
+from server.cli.flags import pop_settings_file
 from server.engine.build import Engine, build_engine
 from server.engine.info import get_effective_settings
 from server.models.files.directory import resolve_model_settings
@@ -27,16 +28,16 @@ MAX_PREFILL_STEPS = 8
 EXTRA_STEPS = 2 * WARMUP_STEPS  # steps that each sequence runs in addition to those that are measured
 
 
-def run(file: Path | None, options: dict[str, Any]) -> int:
+def run(options: dict[str, Any]) -> int:
     """Profile steps and print where their time goes.
 
-    `file` holds settings; `options` are the flags given. Raises SettingsError for wrong settings or flags, or if the
+    `options` are the flags given. Raises SettingsError for wrong settings or flags, or if the
     engine does not start.
     """
     if apart := [name for name in ("seconds", "trace") if name in options]:
         raise SettingsError(f"--{apart[0]}: for a running server only; give its --url")
     wanted = ProfileOptions(**{f.name: options.pop(f.name) for f in fields(ProfileOptions) if f.name in options})
-    settings, neighbours = resolve_model_settings(load_settings(file, options)), Neighbours()
+    settings, neighbours = resolve_model_settings(load_settings(pop_settings_file(options), options)), Neighbours()
     if wanted.json:
         with convert_write_errors(wanted.json):
             wanted.json.open("a").close()  # check before any slow work that the file is writable; keep an older report

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from config.errors import SettingsError
 from config.settings import load_settings
+from server.cli.flags import pop_settings_file
 from server.profiling.flags import ProfileOptions
 
 PROFILE_OPTIONS = ("url", "steps", "seconds", "trace")
@@ -27,12 +28,12 @@ EXTRA_TIMEOUT = 150.0  # seconds that the response may take after the recording 
 ROWS = 25
 
 
-def run(file: Path | None, options: dict[str, Any]) -> int:
+def run(options: dict[str, Any]) -> int:
     """Record the next steps of a running server; write the trace and print a table of the times in it.
 
-    `file` may hold the admin token; `options` are the flags given. Raises SettingsError for wrong flags, or if the
-    server refuses or does not answer.
+    `options` are the flags given. Raises SettingsError for wrong flags, or if the server refuses or does not answer.
     """
+    file = pop_settings_file(options)
     wanted = {name: options.pop(name) for name in PROFILE_OPTIONS if name in options}
     if others := sorted(options.keys() - {TOKEN}):
         flags = ", ".join("--" + name.replace("_", "-") for name in others)

@@ -39,7 +39,7 @@ def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _report(monkeypatch: pytest.MonkeyPatch, out: Path, **backends: Any) -> tuple[int, dict[str, str]]:
     monkeypatch.setattr(loading, "BACKENDS", {name: ("cpu", load) for name, load in backends.items()})
-    code = doctoring.doctor(out)
+    code = doctoring.doctor({"out": out})
     return code, json.loads(out.read_text())["kernels"]
 
 
@@ -93,7 +93,7 @@ def test_a_report_that_cannot_be_written_is_printed_and_the_exit_code_says_so(
 ) -> None:
     monkeypatch.setattr(loading, "BACKENDS", {"right": ("cpu", ReferenceOps)})
     out = tmp_path / "nowhere" / "report.json"
-    assert doctoring.doctor(out) == 1
+    assert doctoring.doctor({"out": out}) == 1
     printed = capsys.readouterr()
     assert (
         f"cannot write the report to {out} (No such file or directory): choose another file with --out" in printed.err
