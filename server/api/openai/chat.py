@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.json_route import JsonRoute
-from server.api.openai.conversation import Messages, Rendering, encode_chat, iter_texts
+from server.api.openai.conversation import Messages, Rendering, encode_chat
 from server.api.openai.conversation_key import get_chat_beginning, make_conversation_key
 from server.api.openai.generation import Generation, OutputDelta, run
 from server.api.openai.generation_job import (
@@ -194,12 +194,9 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
     hello, hints = serving.resolve_request(body, headers)
     serving.limits.check_choices(1, body.n)
     serving.limits.check_stop(body.stop)
-    serving.limits.check_total_length(iter_texts(body.messages), "messages")
-    longest = serving.limits.max_prompt_characters
-    special = body.add_special_tokens
     constraint = get_constraint(body.iter_constraints())
     parsing = make_parsing(serving.message_format, body, constrains_content=constraint is not None)
-    encoded = await encode_chat(serving.tokenizer, body.messages, body, longest, add_special_tokens=special)
+    encoded = await encode_chat(serving, body.messages, body, add_special_tokens=body.add_special_tokens)
     grammar = await make_grammar(serving, body, constraint, encoded.text)
     if constraint is not None and parsing is not None:
         await check_readable(serving, constraint, parsing, encoded.text)

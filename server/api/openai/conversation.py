@@ -23,12 +23,12 @@ from typing_extensions import TypedDict  # pydantic cannot read the TypedDict of
 from config.wording import format_value
 from server.api.http.errors import ApiError
 from server.api.http.json_body import MAX_VALUES, Body, FieldNotes, Ignored, count_values, get_field_notes
+from server.api.openai.generation_job import Serving
 from server.api.openai.request_models import MAX_NAME_LENGTH, LongList, Unsupported, allow_only
 from server.api.openai.tools.definitions import Tools
 from server.text.chat.template import RESERVED
 from server.text.errors import TextRefused
 from server.text.processes.messages import EncodeChat, Encoded
-from server.text.tokenizer import TokenizerBase
 
 
 def _parse_arguments(value: Any, info: ValidationInfo) -> Any:
@@ -256,20 +256,16 @@ def iter_texts(messages: Sequence[Message]) -> Iterator[str]:
 
 
 async def encode_chat(
-    tokenizer: TokenizerBase,
-    messages: Sequence[Message],
-    rendering: Rendering,
-    max_characters: int,
-    *,
-    add_special_tokens: bool,
+    serving: Serving, messages: Sequence[Message], rendering: Rendering, *, add_special_tokens: bool
 ) -> Encoded:
     """Return the prompt that the chat template makes of messages, and its ids.
 
-    Raises ApiError 400 for messages that the template refuses, or a prompt of more than `max_characters` characters.
+    Raises ApiError 400 for messages that the template refuses, or that are too long, as they are or as a prompt.
     """
+    serving.limits.check_total_length(iter_texts(messages), "messages")
     chat = EncodeChat(
         [message.model_dump(exclude_none=True) for message in messages],
-        max_characters,
+        serving.limits.max_prompt_characters,
         add_special_tokens=add_special_tokens,
         add_generation_prompt=rendering.adds_generation_prompt,
         continue_final_message=rendering.continue_final_message,
@@ -278,7 +274,7 @@ async def encode_chat(
         documents=rendering.documents,
     )
     try:
-        return await tokenizer.encode_chat(chat)
+        return await serving.tokenizer.encode_chat(chat)
     except TextRefused as error:
         logged = "messages: they cannot become a prompt"
         raise ApiError(400, f"messages: {error}", param="messages", code=error.code, log_message=logged) from None

@@ -17,11 +17,10 @@ from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.json_body import Body
 from server.api.http.json_route import JsonRoute
 from server.api.openai.chat import ChatRequest
-from server.api.openai.conversation import Message, Messages, Rendering, encode_chat, iter_texts
-from server.api.openai.generation_job import RequestLimits, Serving, check_ids, find_instance, resolve_model_name
+from server.api.openai.conversation import Message, Messages, Rendering, encode_chat
+from server.api.openai.generation_job import Serving, check_ids, find_instance, resolve_model_name
 from server.api.openai.request_models import TokenIds
 from server.engine.ipc.messages import Hello
-from server.text.tokenizer import TokenizerBase
 from server.text.vocabulary import Vocabulary
 
 MAX_DECODED_TOKENS = 2**16  # most tokens that /detokenize takes, unless the model's context is longer
@@ -78,7 +77,7 @@ def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         hello = _get_hello(serving, body.model)
-        ids = await _encode_body(tokenizer, body, serving.limits)
+        ids = await _encode_body(serving, body)
         strings = await asyncio.to_thread(_get_token_strings, tokenizer, ids) if body.return_token_strs else None
         return _make_json_response(TokenizeResponse(len(ids), hello.max_seq_len, ids, strings))
 
@@ -95,13 +94,8 @@ def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter
     @routes.post("/apply-template")
     async def apply_template(body: ApplyTemplateRequest) -> Response:
         _get_hello(serving, body.model)
-        serving.limits.check_total_length(iter_texts(body.messages), "messages")
-        longest = serving.limits.max_prompt_characters
-        return _make_json_response(
-            DetokenizeResponse(
-                (await encode_chat(tokenizer, body.messages, body, longest, add_special_tokens=False)).text
-            )
-        )
+        encoded = await encode_chat(serving, body.messages, body, add_special_tokens=False)
+        return _make_json_response(DetokenizeResponse(encoded.text))
 
     if info is not None:
         content = msgspec.json.encode(info)
@@ -113,19 +107,17 @@ def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter
     return routes
 
 
-async def _encode_body(tokenizer: TokenizerBase, body: TokenizeRequest, limits: RequestLimits) -> list[int]:
+async def _encode_body(serving: Serving, body: TokenizeRequest) -> list[int]:
     """Return the ids of a request's prompt or messages.
 
     Raises ApiError for texts that are too long or that the template refuses, TextError if they cannot be encoded.
     """
     special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     if body.messages is not None:
-        limits.check_total_length(iter_texts(body.messages), "messages")
-        longest = limits.max_prompt_characters
-        return (await encode_chat(tokenizer, body.messages, body, longest, add_special_tokens=special)).ids
+        return (await encode_chat(serving, body.messages, body, add_special_tokens=special)).ids
     assert body.prompt is not None, "the validator requires one of both"
-    limits.check_length(body.prompt, "prompt")
-    return await tokenizer.encode(body.prompt, add_special_tokens=special)
+    serving.limits.check_length(body.prompt, "prompt")
+    return await serving.tokenizer.encode(body.prompt, add_special_tokens=special)
 
 
 def _get_hello(serving: Serving, model: str | None) -> Hello:

@@ -101,31 +101,13 @@ class ChatTemplate:
         text = template.render(self._tokens | variables | context, max_length)
         return _cut_at_mark(text, continued) if continue_final_message else text
 
-    def render_strict(
-        self,
-        messages: Sequence[Message],
-        max_length: int = MAX_PROMPT_LENGTH,
-        /,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> str:
+    def render_strict(self, messages: Sequence[Message], max_length: int = MAX_PROMPT_LENGTH, /, **options: Any) -> str:
         """Return the prompt as `render` does. Raises ChatTemplateError also for what the template would leave out.
 
         Messages that the template refuses are tried in a plainer form: agents send several system messages, which Qwen
         3.5's template and later ones refuse, and answers that were cut before they had any content. So are system
         messages of which the template writes only some, as those of DeepSeek and gpt-oss do.
         """
-        options: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-            "documents": documents,
-            **variables,
-        }
         plainer = simplify(messages)
         try:
             return self._render_all(
@@ -145,7 +127,7 @@ class ChatTemplate:
 
         Left-out roles are found by rendering messages with marks, as many templates accept roles that they do not name.
         """
-        tools, documents = options["tools"], options["documents"]
+        tools, documents = options.get("tools"), options.get("documents")
         template = self._get_template(with_tools=tools is not None)
         places = (("tools", tools, template.takes_tools), ("documents", documents, "documents" in template.variables))
         for name, given, has_place in places:
@@ -165,10 +147,10 @@ class ChatTemplate:
                 hint = f"it names the roles {', '.join(named)}, and not {_quote_roles(unnamed)}"
                 raise ChatTemplateError(f"{error} ({hint})") from None
             raise
-        if omitted := self._find_omitted_roles(messages, unnamed, max_length, options):
+        if omitted := self._find_omitted(messages, unnamed.values(), max_length, options):
+            roles = _quote_roles(messages[place]["role"] for place in omitted)
             raise ChatTemplateError(
-                f"the model's chat template has no role {_quote_roles(omitted)}: it leaves such messages "
-                "out; send other roles"
+                f"the model's chat template has no role {roles}: it leaves such messages out; send other roles"
             )
         return text
 
@@ -177,44 +159,32 @@ class ChatTemplate:
         leading = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
         if [message["role"] for message in leading] in ([], ["system"]):
             return False
-        template = "tool_use" if options["tools"] is not None else "default"
+        template = "tool_use" if options.get("tools") is not None else "default"
         known = template, tuple((message["role"], bool(message.get("content"))) for message in leading)
-        if known not in self._dropping:
-            if len(leading) > MAX_KNOWN_LEADING:
-                return self._try_first(leading, messages, max_length, options)
-            self._dropping[known] = self._try_first(leading, messages, max_length, options)
-        return self._dropping[known]
+        if (drops := self._dropping.get(known)) is None:
+            filled = [{**message, "content": message.get("content") or ""} for message in leading]
+            whole = [*filled, *messages[len(leading) :]]
+            drops = bool(self._find_omitted(whole, range(len(leading)), max_length, options))
+            if len(leading) <= MAX_KNOWN_LEADING:
+                self._dropping[known] = drops
+        return drops
 
-    def _try_first(
-        self, leading: Sequence[Message], messages: Sequence[Message], max_length: int, options: Mapping[str, Any]
-    ) -> bool:
-        """Return whether one of the leading messages is left out, by rendering them with marks."""
-        marks = [f"messageends{number}x" for number in range(len(leading))]
-        contents = [append_mark(each.get("content") or "", mark) for each, mark in zip(leading, marks, strict=True)]
-        marked = [{**each, "content": content} for each, content in zip(leading, contents, strict=True)]
-        try:
-            longest = max_length + sum(map(len, marks))
-            text = self.render([*marked, *messages[len(leading) :]], longest, **options).lower()
-        except ChatTemplateError:  # whoever renders them as they are says why
-            return False
-        return not all(mark in text for mark, content in zip(marks, contents, strict=True) if content is not None)
-
-    def _find_omitted_roles(
-        self, messages: Sequence[Message], roles: Mapping[str, int], max_length: int, options: Mapping[str, Any]
-    ) -> list[str]:
-        """Return the roles whose messages are not in the prompt; `roles` maps each to the index of one message."""
+    def _find_omitted(
+        self, messages: Sequence[Message], places: Iterable[int], max_length: int, options: Mapping[str, Any]
+    ) -> list[int]:
+        """Return those of the places in `messages` that are not in the prompt, by rendering them with marks."""
         marked = [*messages]
-        marks: dict[str, str] = {}
-        for number, (role, place) in enumerate(roles.items()):
-            if (content := append_mark(messages[place].get("content"), mark := f"messageends{number}x")) is not None:
-                marks[role], marked[place] = mark, {**messages[place], "content": content}
+        marks: dict[int, str] = {}
+        for place in places:
+            if (content := append_mark(messages[place].get("content"), mark := f"messageends{place}x")) is not None:
+                marks[place], marked[place] = mark, {**messages[place], "content": content}
         if not marks:
             return []
         try:
             text = self.render(marked, max_length + sum(map(len, marks.values())), **options).lower()
-        except ChatTemplateError:  # the template refuses messages with marks, but has accepted them without
+        except ChatTemplateError:  # if they are refused also without marks, that says why
             return []
-        return [role for role, mark in marks.items() if mark not in text]
+        return [place for place, mark in marks.items() if mark not in text]
 
     def _get_template(self, *, with_tools: bool) -> _Template:
         """Return the default template or the one for tools, compiled at first use: completions do not need it."""
