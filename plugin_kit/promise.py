@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -29,6 +29,16 @@ class Promise(Generic[TrialT]):
     expected: str  # what holds if it is kept, as a sentence
     check: Callable[[TrialT], None]  # raises if it is broken
     is_made: Callable[[TrialT], bool] = always  # whether an instance with these options makes it
+
+    def __call__(self, trial: TrialT) -> None:
+        self.check(trial)
+
+
+def promise(
+    name: str, expected: str, is_made: Callable[[Any], bool] = always
+) -> Callable[[Callable[[TrialT], None]], Promise[TrialT]]:
+    """Return a decorator that makes a promise of the function that checks it."""
+    return lambda check: Promise(name, expected, check, is_made)
 
 
 @dataclass(frozen=True)

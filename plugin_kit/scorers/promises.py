@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cache_strategies.scorers.base import Past, Scorer
-from plugin_kit.promise import Promise
+from plugin_kit.promise import Promise, promise
 from plugin_kit.scorers.texts import ScoredText
 from plugin_kit.scorers.trial import UNDER_COMPRESSED, ScorerTrial, list_boundaries, score_text
 from plugin_kit.strategies import PROMISES as STRATEGY_PROMISES
@@ -31,6 +31,10 @@ UNDER = (  # of strategies: those that a scorer can break
 
 
 # ---------------------------------------------------------------- the scores
+@promise(
+    "a score for each key",
+    "score() returns a floating-point number for each key of each head, [H, S], and never NaN for ordinary keys",
+)
 def check_shape(trial: ScorerTrial) -> None:
     """Score texts of several layers, and look at what is returned."""
     scorer = trial.make_scorer()
@@ -48,6 +52,7 @@ def check_shape(trial: ScorerTrial) -> None:
     assert names, "check_layers() refuses every kind of layer"
 
 
+@promise("pure", "the same past gets the same scores, whatever was scored before, and is not changed")
 def check_purity(trial: ScorerTrial) -> None:
     """Score the same past again, also with a new scorer, and look at what was only to be read."""
     scorer = trial.make_scorer()
@@ -92,6 +97,10 @@ def _copy(text: ScoredText) -> ScoredText:
 
 
 # ---------------------------------------------------------------- what is remembered
+@promise(
+    "remembers by sequence",
+    "what is remembered from one boundary to the next is in past.state and past.key_state, apart for each sequence",
+)
 def check_state(trial: ScorerTrial) -> None:
     """Score two texts by turns, and look at what is stored of each."""
     scorer = trial.make_scorer()
@@ -107,6 +116,9 @@ def check_state(trial: ScorerTrial) -> None:
                 )
 
 
+@promise(
+    "assigns new state", "tensors that were stored at the boundary before are left as they are, as forks share them"
+)
 def check_new_state(trial: ScorerTrial) -> None:
     """Look at whether score() changes the tensors that were stored before."""
     scorer = trial.make_scorer()
@@ -157,6 +169,7 @@ class FailingPast(Past):
         return self._queries.float()
 
 
+@promise("survives a failed call", "a call of score() that raises changes nothing, and can be repeated")
 def check_failed_calls(trial: ScorerTrial) -> None:
     """Let score() fail at each place where it looks at the past, call it again, and compare."""
     scorer = trial.make_scorer()
@@ -209,45 +222,16 @@ def _derive(past: Past, cls: type[Past] = Past) -> Past:
 
 
 # ---------------------------------------------------------------- under `compressed`
-def _under(options: Mapping[str, Any], promise: Promise[StrategyTrial]) -> Promise[ScorerTrial]:
+def _under(options: Mapping[str, Any], made: Promise[StrategyTrial]) -> Promise[ScorerTrial]:
     return Promise(
-        f"under compressed: {promise.name} ({', '.join(f'{name}={value}' for name, value in options.items())})",
-        promise.expected,
-        lambda trial: promise.check(trial.make_strategy_trial(options)),
-        lambda trial: promise.is_made(trial.make_strategy_trial(options)),
+        f"under compressed: {made.name} ({', '.join(f'{name}={value}' for name, value in options.items())})",
+        made.expected,
+        lambda trial: made.check(trial.make_strategy_trial(options)),
+        lambda trial: made.is_made(trial.make_strategy_trial(options)),
     )
 
 
-PROMISES: Sequence[Promise[ScorerTrial]] = (
-    Promise(
-        "a score for each key",
-        "score() returns a floating-point number for each key of each head, [H, S], and never NaN for ordinary keys",
-        check_shape,
-    ),
-    Promise(
-        "pure",
-        "the same past gets the same scores, whatever was scored before, and is not changed",
-        check_purity,
-    ),
-    Promise(
-        "remembers by sequence",
-        "what is remembered from one boundary to the next is in past.state and past.key_state, apart for each sequence",
-        check_state,
-    ),
-    Promise(
-        "assigns new state",
-        "tensors that were stored at the boundary before are left as they are, as forks share them",
-        check_new_state,
-    ),
-    Promise(
-        "survives a failed call",
-        "a call of score() that raises changes nothing, and can be repeated",
-        check_failed_calls,
-    ),
-    *(
-        _under(options, promise)
-        for options in UNDER_COMPRESSED
-        for promise in STRATEGY_PROMISES
-        if promise.name in UNDER
-    ),
-)
+PROMISES: Sequence[Promise[ScorerTrial]] = [
+    *(found for found in list(globals().values()) if isinstance(found, Promise)),
+    *(_under(options, each) for options in UNDER_COMPRESSED for each in STRATEGY_PROMISES if each.name in UNDER),
+]

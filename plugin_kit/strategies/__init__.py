@@ -1,4 +1,4 @@
-"""The promises of strategies, by what they are about. A module has a list `PROMISES`, the most basic ones first."""
+"""The promises of strategies, by what they are about: those of each module in order, the most basic ones first."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from plugin_kit.promise import Promise
 from plugin_kit.strategies import attention, histories, long_texts, memory, repetition, values
 from plugin_kit.strategies.trial import StrategyTrial
 
-PROMISES: Sequence[Promise[StrategyTrial]] = (
-    *values.PROMISES,
-    *attention.PROMISES,
-    *repetition.PROMISES,
-    *memory.PROMISES,
-    *long_texts.PROMISES,
-    *histories.PROMISES,
-)
+PROMISES: Sequence[Promise[StrategyTrial]] = [
+    found
+    for module in (values, attention, repetition, memory, long_texts, histories)
+    for found in vars(module).values()
+    if isinstance(found, Promise)
+]

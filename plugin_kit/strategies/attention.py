@@ -19,7 +19,7 @@ from plugin_kit.driver.steps import Keys, Reading, StepOutputs, count_until_stop
 from plugin_kit.driver.texts import random_text, rotate, with_poison
 from plugin_kit.driver.visible import Definition, check_keys, check_last_queries, check_outs, visible_in_text
 from plugin_kit.driver.world import World
-from plugin_kit.promise import Promise
+from plugin_kit.promise import promise
 from plugin_kit.strategies.trial import LENGTH, NAME, WHOLE, StrategyTrial, assert_same, get_cache
 
 CHUNKS = (1, 7, 64, WHOLE)
@@ -34,6 +34,11 @@ BESIDE = {  # other strategies of a mixed batch
 
 
 # ---------------------------------------------------------------- alone
+@promise(
+    "attends to the keys it lists",
+    "each query attends to the keys that gather() lists, which are those of the text at these positions, "
+    "or if `unbounded` rotated to positions within the cache",
+)
 def check_attention(trial: StrategyTrial) -> None:
     """Read a text in rows of several sizes and dtypes, and check the last query of each row."""
     for dtype, chunk, length in _draw_cuts(trial):
@@ -48,6 +53,11 @@ def check_attention(trial: StrategyTrial) -> None:
         world.check_integrity()
 
 
+@promise(
+    "exact",
+    "an instance whose contract says `exact` attends to every key that the model's own attention uses",
+    lambda trial: trial.contract.exact,
+)
 def check_definition(trial: StrategyTrial) -> None:
     """Check all queries of a text against the definition of what the strategy keeps."""
     for dtype, chunk, length in _draw_cuts(trial):
@@ -117,6 +127,10 @@ MODELS: Sequence[Sequence[LayerSpec] | None] = (
 )
 
 
+@promise(
+    "counts dropped tokens",
+    "what follows from count_visible() is the number of keys that the next token would use, but does not see",
+)
 def check_dropped_count(trial: StrategyTrial) -> None:
     """Compare count_dropped_tokens() with the keys that the next token then attends to."""
     for layers in MODELS:
@@ -147,6 +161,9 @@ def finds_dropped_keys(trial: StrategyTrial) -> bool:
 
 
 # ---------------------------------------------------------------- beside others
+@promise(
+    "same bits in a mixed batch", "a sequence has the same bits alone as in a batch with other strategies and sequences"
+)
 def check_mixed_batch(trial: StrategyTrial) -> None:
     """Read texts of several strategies in the same batches, and each of them alone in the same rows."""
     dtype = trial.rng.choice([torch.float32, *NARROW])
@@ -177,6 +194,9 @@ def check_mixed_batch(trial: StrategyTrial) -> None:
 POISONS = (torch.nan, torch.inf, -torch.inf)
 
 
+@promise(
+    "NaN stays in its sequence", "NaN and infinity reach no other sequence, and no query that does not see the token"
+)
 def check_nan_isolation(trial: StrategyTrial) -> None:
     """Replace some tokens of one text and all of a second one by NaN or infinity, and compare the first one's bits."""
     rng, length = trial.rng, 70
@@ -210,34 +230,3 @@ def _read_pair(trial: StrategyTrial, texts: Sequence[object], chunk: int, dtype:
 
 def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
-
-
-PROMISES: Sequence[Promise[StrategyTrial]] = (
-    Promise(
-        "attends to the keys it lists",
-        "each query attends to the keys that gather() lists, which are those of the text at these positions, "
-        "or if `unbounded` rotated to positions within the cache",
-        check_attention,
-    ),
-    Promise(
-        "exact",
-        "an instance whose contract says `exact` attends to every key that the model's own attention uses",
-        check_definition,
-        lambda trial: trial.contract.exact,
-    ),
-    Promise(
-        "counts dropped tokens",
-        "what follows from count_visible() is the number of keys that the next token would use, but does not see",
-        check_dropped_count,
-    ),
-    Promise(
-        "same bits in a mixed batch",
-        "a sequence has the same bits alone as in a batch with other strategies and sequences",
-        check_mixed_batch,
-    ),
-    Promise(
-        "NaN stays in its sequence",
-        "NaN and infinity reach no other sequence, and no query that does not see the token",
-        check_nan_isolation,
-    ),
-)

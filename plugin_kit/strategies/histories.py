@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from cache_strategies import registry
@@ -12,7 +12,7 @@ from cache_strategies.types import EVERYTHING, NO_SALT, Salt, SaltScope
 from kernels.types import LayerSpec
 from plugin_kit.driver.history import LAYERS, History, geometry_of
 from plugin_kit.driver.texts import rotate
-from plugin_kit.promise import LAST_CALLS, Promise
+from plugin_kit.promise import LAST_CALLS, promise
 from plugin_kit.strategies.trial import NAME, StrategyTrial
 
 NUM_HISTORIES, NUM_OPERATIONS = 6, 40
@@ -67,6 +67,11 @@ def draw_operation(history: History, rng: random.Random) -> Operation:
     return Operation("clear", lambda: history.clear(which, scope))
 
 
+@promise(
+    "any order of calls",
+    "whatever the order of open, reserve, fork, truncate, commit and close, also with full memory: keys stay "
+    "right, the bookkeeping adds up, and nothing leaks",
+)
 def check_histories(trial: StrategyTrial) -> None:
     """Play random operations in a memory that holds two and a half of the longest texts."""
     for number in range(NUM_HISTORIES):
@@ -87,13 +92,3 @@ def check_histories(trial: StrategyTrial) -> None:
         except Exception as error:  # a strategy may raise anything
             error.add_note(f"{LAST_CALLS} {', '.join(done[-6:])}")
             raise
-
-
-PROMISES: Sequence[Promise[StrategyTrial]] = (
-    Promise(
-        "any order of calls",
-        "whatever the order of open, reserve, fork, truncate, commit and close, also with full memory: keys stay "
-        "right, the bookkeeping adds up, and nothing leaks",
-        check_histories,
-    ),
-)

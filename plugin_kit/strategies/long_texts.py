@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from cache_strategies.types import Text
 from plugin_kit.driver.steps import Reading, step
 from plugin_kit.driver.texts import random_text
 from plugin_kit.driver.visible import check_last_queries
 from plugin_kit.driver.world import World
-from plugin_kit.promise import Promise
+from plugin_kit.promise import promise
 from plugin_kit.strategies.trial import NAME, StrategyTrial, get_cache
 
 TIMES = 3  # max_seq_len, as often as a text is longer at least
 
 
+@promise(
+    "unbounded",
+    "a text goes on past max_seq_len, at positions below it and in no more memory than the longest prompt",
+    lambda trial: trial.contract.unbounded,
+)
 def check_unbounded(trial: StrategyTrial) -> None:
     """Read a text several times as long as max_seq_len, in no more memory than the longest prompt may take."""
     world = trial.make_world()
@@ -55,13 +58,3 @@ def _read_row(trial: StrategyTrial, world: World, reading: Reading, promised: in
         f"a sequence of {start + n} tokens holds {max(held)} bytes, more than sizes() says of the longest prompt: "
         f"{promised}"
     )
-
-
-PROMISES: Sequence[Promise[StrategyTrial]] = (
-    Promise(
-        "unbounded",
-        "a text goes on past max_seq_len, at positions below it and in no more memory than the longest prompt",
-        check_unbounded,
-        lambda trial: trial.contract.unbounded,
-    ),
-)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from cache_strategies.base import KVSequence
@@ -15,13 +13,16 @@ from plugin_kit.driver.steps import Reading, attend, find_instance, read_through
 from plugin_kit.driver.texts import random_text, spliced
 from plugin_kit.driver.visible import check_last_queries
 from plugin_kit.driver.world import POISON, World
-from plugin_kit.promise import Promise
+from plugin_kit.promise import promise
 from plugin_kit.strategies.trial import LENGTH, NAME, StrategyTrial, get_cache, read_rows
 from server.engine.batch import Batch
 from server.engine.instance_reports import read_usage
 
 
 # ---------------------------------------------------------------- what is read and written
+@promise(
+    "reads no unused memory", "neither memory that was never written nor what another sequence left there changes a bit"
+)
 def check_unused_memory(trial: StrategyTrial) -> None:
     """Compare the bits of texts in memory that was never written with those in memory full of NaN or other texts."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -40,6 +41,10 @@ def check_unused_memory(trial: StrategyTrial) -> None:
         assert torch.equal(a, b), f"what an earlier sequence left behind changes the output of layer {layer}"
 
 
+@promise(
+    "writes only its own memory",
+    "a step writes to blocks that the strategy has allocated, and to no key of another sequence",
+)
 def check_writes(trial: StrategyTrial) -> None:
     """Run steps beside another strategy, and look at which bytes of the memory have changed."""
     strategies = {NAME: trial.settings, "other": StrategySettings(kind="paged", block_size=7)}
@@ -66,6 +71,10 @@ def check_writes(trial: StrategyTrial) -> None:
 
 
 # ---------------------------------------------------------------- how much is taken
+@promise(
+    "sizes is an upper bound",
+    "a sequence of n tokens never holds more blocks of any region than sizes() says, and never needs more",
+)
 def check_upper_bound(trial: StrategyTrial) -> None:
     """Read a text with no more memory than sizes() says, and watch what is held at each step."""
     world = trial.make_world()
@@ -106,6 +115,7 @@ def _check_held(world: World, num_tokens: int) -> None:
         )
 
 
+@promise("usage adds up", "usage() agrees with the memory and with the open sequences")
 def check_usage(trial: StrategyTrial) -> None:
     """Compare usage() with the memory and with the open sequences, while sequences come and go."""
     world = trial.make_world(max_seats=4)
@@ -130,6 +140,7 @@ def check_usage(trial: StrategyTrial) -> None:
 
 
 # ---------------------------------------------------------------- what is given back
+@promise("frees all memory", "close() frees a sequence's memory, or keeps it idle until evict()")
 def check_frees(trial: StrategyTrial) -> None:
     """Open, fork, read and close more sequences than may be open at once, then look for blocks that are still held."""
     world, rng = trial.make_world(max_seats=3), trial.rng
@@ -163,6 +174,10 @@ def check_frees(trial: StrategyTrial) -> None:
 SALTS = (NO_SALT, Salt("tenant", ""), Salt("tenant", "salt"))
 
 
+@promise(
+    "shares prefixes by salt",
+    "open() finds tokens of an equal salt only, never more than the common prefix, and their keys are right",
+)
 def check_sharing(trial: StrategyTrial) -> None:
     """Open texts that begin alike, with equal and other salts; what is found cached must be the text's own keys."""
     world, rng = trial.make_world(max_seats=4), trial.rng
@@ -201,33 +216,3 @@ def check_sharing(trial: StrategyTrial) -> None:
 def _must(sequence: KVSequence | None) -> KVSequence:
     assert sequence is not None, "open() returned None although there is memory"
     return sequence
-
-
-PROMISES: Sequence[Promise[StrategyTrial]] = (
-    Promise(
-        "reads no unused memory",
-        "neither memory that was never written nor what another sequence left there changes a bit",
-        check_unused_memory,
-    ),
-    Promise(
-        "writes only its own memory",
-        "a step writes to blocks that the strategy has allocated, and to no key of another sequence",
-        check_writes,
-    ),
-    Promise(
-        "sizes is an upper bound",
-        "a sequence of n tokens never holds more blocks of any region than sizes() says, and never needs more",
-        check_upper_bound,
-    ),
-    Promise("usage adds up", "usage() agrees with the memory and with the open sequences", check_usage),
-    Promise(
-        "frees all memory",
-        "close() frees a sequence's memory, or keeps it idle until evict()",
-        check_frees,
-    ),
-    Promise(
-        "shares prefixes by salt",
-        "open() finds tokens of an equal salt only, never more than the common prefix, and their keys are right",
-        check_sharing,
-    ),
-)

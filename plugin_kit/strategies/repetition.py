@@ -10,7 +10,7 @@ from plugin_kit.driver.failing_ops import FailingOps, InjectedError
 from plugin_kit.driver.steps import Reading, attend, attend_layer, step
 from plugin_kit.driver.texts import RandomText, random_text, spliced
 from plugin_kit.driver.visible import check_last_queries
-from plugin_kit.promise import Promise
+from plugin_kit.promise import promise
 from plugin_kit.strategies.trial import (
     LENGTH,
     NAME,
@@ -27,6 +27,11 @@ LENGTH_OF_REPLAY = 70
 
 
 # ---------------------------------------------------------------- the same text again
+@promise(
+    "replayable",
+    "a sequence that is closed and computed again in the same rows keeps the same keys and gets the same bits",
+    lambda trial: trial.contract.replayable,
+)
 def check_replay(trial: StrategyTrial) -> None:
     """Read a text, close it, read another one, and read the first one again in the same rows."""
     world, rows = trial.make_world(max_seats=2), trial.draw_rows(LENGTH_OF_REPLAY)
@@ -40,6 +45,11 @@ def check_replay(trial: StrategyTrial) -> None:
     assert_same(again, outs, f"a text that was computed again in the same rows, {rows}")
 
 
+@promise(
+    "chunk_invariant",
+    "neither the keys that are kept nor a bit of attention depends on how a text is cut into rows",
+    lambda trial: trial.contract.chunk_invariant,
+)
 def check_other_rows(trial: StrategyTrial) -> None:
     """Read a text in other rows, and compare the output of all its tokens and the keys of the last one."""
     wanted = None
@@ -52,6 +62,7 @@ def check_other_rows(trial: StrategyTrial) -> None:
         assert_same(found[0], wanted[0], what, tolerance=1e-5)
 
 
+@promise("stop", "rows may end where `stop` says, and no text comes to an end by that")
 def check_stops(trial: StrategyTrial) -> None:
     """Read a text in rows as long as `stop` allows."""
     world = trial.make_world()
@@ -69,6 +80,7 @@ def overrides_fork(trial: StrategyTrial) -> bool:
     return type(trial.open(trial.make_world()).sequence).fork is not KVSequence.fork
 
 
+@promise("forkable", "a fork has its parent's tokens, and neither changes the other's keys", overrides_fork)
 def check_forks(trial: StrategyTrial) -> None:
     """Fork a sequence after its prompt and let all go on with other texts, also when the parent has been closed."""
     world, rng = trial.make_world(max_seats=3), trial.rng
@@ -99,6 +111,11 @@ def _cut(longest: int, length: int) -> list[int]:
     return [min(longest, length - start) for start in range(0, length, longest)]
 
 
+@promise(
+    "rewind",
+    "up to `rewind` tokens at the end can be dropped, as if they had never been there",
+    lambda trial: trial.contract.rewind != 0,
+)
 def check_rewind(trial: StrategyTrial) -> None:
     """Drop tokens at the end of a text, go on with another one, and compare with a text that was never longer."""
     world, rng = trial.make_world(max_seats=2), trial.rng
@@ -131,6 +148,10 @@ def check_rewind(trial: StrategyTrial) -> None:
 
 
 # ---------------------------------------------------------------- steps that fail
+@promise(
+    "survives a failed step",
+    "a step that failed in any layer can be repeated, and gives the same bits: only commit() changes a sequence",
+)
 def check_failed_steps(trial: StrategyTrial) -> None:
     """Give up steps after some layers, or within an operation, and repeat them."""
     layers = (*trial.layers, *trial.layers)
@@ -174,6 +195,11 @@ def overrides_compact(trial: StrategyTrial) -> bool:
     return type(trial.open(trial.make_world()).sequence).compact is not KVSequence.compact
 
 
+@promise(
+    "survives a failed compaction",
+    "compact() that raised can be called again, and the sequence is as without the failure",
+    overrides_compact,
+)
 def check_failed_compactions(trial: StrategyTrial) -> None:
     """Let copies within compact() fail at every place, call it again, and compare with a text without failures."""
     text, ops = random_text(1, LENGTH, trial.layers), FailingOps(trial.ops)
@@ -201,6 +227,7 @@ def check_failed_compactions(trial: StrategyTrial) -> None:
         world.check_integrity()
 
 
+@promise("rejected drafts leave no trace", "tokens that were located and not committed change nothing")
 def check_rejected_drafts(trial: StrategyTrial) -> None:
     """Locate draft tokens of which some are rejected, and compare with a sequence that never saw them."""
     for accepted in (0, 1, 4):
@@ -231,48 +258,3 @@ def _speculate(reading: Reading, other: RandomText, drafts: int, accepted: int) 
     attend(batch, [(reading, drafts)])
     assert not batch.commit([accepted])
     reading.text = text
-
-
-PROMISES: Sequence[Promise[StrategyTrial]] = (
-    Promise(
-        "replayable",
-        "a sequence that is closed and computed again in the same rows keeps the same keys and gets the same bits",
-        check_replay,
-        lambda trial: trial.contract.replayable,
-    ),
-    Promise(
-        "chunk_invariant",
-        "neither the keys that are kept nor a bit of attention depends on how a text is cut into rows",
-        check_other_rows,
-        lambda trial: trial.contract.chunk_invariant,
-    ),
-    Promise("stop", "rows may end where `stop` says, and no text comes to an end by that", check_stops),
-    Promise(
-        "forkable",
-        "a fork has its parent's tokens, and neither changes the other's keys",
-        check_forks,
-        overrides_fork,
-    ),
-    Promise(
-        "rewind",
-        "up to `rewind` tokens at the end can be dropped, as if they had never been there",
-        check_rewind,
-        lambda trial: trial.contract.rewind != 0,
-    ),
-    Promise(
-        "survives a failed step",
-        "a step that failed in any layer can be repeated, and gives the same bits: only commit() changes a sequence",
-        check_failed_steps,
-    ),
-    Promise(
-        "survives a failed compaction",
-        "compact() that raised can be called again, and the sequence is as without the failure",
-        check_failed_compactions,
-        overrides_compact,
-    ),
-    Promise(
-        "rejected drafts leave no trace",
-        "tokens that were located and not committed change nothing",
-        check_rejected_drafts,
-    ),
-)

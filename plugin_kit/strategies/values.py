@@ -28,7 +28,7 @@ from plugin_kit.driver.history import LONGEST
 from plugin_kit.driver.steps import Reading, attend
 from plugin_kit.driver.texts import random_text
 from plugin_kit.driver.world import World
-from plugin_kit.promise import Promise
+from plugin_kit.promise import promise
 from plugin_kit.strategies.trial import NAME, StrategyTrial, get_cache
 from server.engine.batch import Batch
 from server.engine.instance import MISSES, LocatedRows
@@ -38,6 +38,10 @@ from server.engine.isolation.checks import check_locations, check_owner, check_t
 UNWRITTEN = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FC0DEAD), 8: (torch.int64, 0x7FF80000DEADBEEF)}
 
 
+@promise(
+    "returns what the interface says",
+    "types and bounds of everything that the server calls, and nothing of a hook's output is left unwritten",
+)
 def check_values(trial: StrategyTrial) -> None:
     """Call everything that the server calls, and check what is returned."""
     world, rng = trial.make_world(max_seats=4), trial.rng
@@ -226,12 +230,3 @@ def check_plain(what: str, found: Any, kind: Any) -> None:
         msgspec.json.decode(msgspec.json.encode(found), type=kind)
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
         raise AssertionError(f"{what} returned {found!r}: {error}") from error
-
-
-PROMISES: Sequence[Promise[StrategyTrial]] = (
-    Promise(
-        "returns what the interface says",
-        "types and bounds of everything that the server calls, and nothing of a hook's output is left unwritten",
-        check_values,
-    ),
-)
