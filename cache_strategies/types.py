@@ -175,7 +175,7 @@ class Sizes(NamedTuple):
 
 
 class BlockNaming(NamedTuple):
-    """What is needed to compute the names of an instance's blocks from tokens: config.block_hashes.name_blocks."""
+    """What is needed to compute the names of an instance's blocks from tokens: config.block_hashes.BlockNamer."""
 
     block_size: int  # number of tokens in a block
     root: bytes  # the hash before a sequence's first block

@@ -51,10 +51,3 @@ class BlockNamer:
             self._last_hash = hash_block(self._last_hash, self._rest[i * size : (i + 1) * size])
             self.names.append(name_block(self._last_hash, self._salt))
         del self._rest[: num_full * size]
-
-
-def name_blocks(root: bytes, block_size: int, tokens: Sequence[int], salt: Iterable[object]) -> list[int]:
-    """Return the names of a sequence's full blocks, in order."""
-    namer = BlockNamer(root, block_size, salt)
-    namer.extend(tokens)
-    return namer.names

@@ -4,7 +4,7 @@ Knows the layout of a block, but neither its owner nor which tokens are in it. A
 consecutive pages, and its id is the number of its first page:
 
     block  | layer 0: K [H, block_size, D] | V [H, block_size, Dv] | layer 1: K | V | ... | unused |
-           0                              v_offset(0)             layer_offset(1)        block_bytes   run * page_bytes
+           0                              v_offset(0)             k_offset(1)            block_bytes   run * page_bytes
 
 In int8 each vector of D numbers is followed by its float32 scale, 4 bytes. A store may hold some layers of a model only
 or blocks of a single KV head (`split_heads`). At the end of a block there may be room for what its owner stores there.
@@ -196,15 +196,8 @@ class KVStore:
         """Return the values of a layer, [blocks, H, block_size, Dv]; as a block id is a page, stride(0) is one page."""
         return self.planes(layer)[1].numbers
 
-    def layer_offset(self, layer: int) -> int:
-        """Return the offset in bytes of a layer from the start of a block, for code that copies whole layers.
-
-        Raises ValueError for a layer that the store does not have.
-        """
-        return self.k_offset(layer)  # a layer begins with its keys
-
     def k_offset(self, layer: int) -> int:
-        """Return the offset in bytes of a layer's keys from the start of a block."""
+        """Return the offset in bytes of a layer's keys, which come first, from the start of a block."""
         self.heads(layer)
         return self._offsets[layer][0]
 

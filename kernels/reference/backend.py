@@ -280,11 +280,10 @@ def check_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
     check_tensor("rope", "positions", positions, (N,), (torch.int64,), x.device)
 
 
-def check_silu_mul(gate_up: Tensor, operation: str = "silu_mul") -> None:
-    """Raise ValueError for a wrong argument of `Ops.silu_mul`, or of an operation with another activation."""
-    check_tensor(operation, "gate_up", gate_up, (ANY, AT_LEAST_ONE))
-    words = "{}: gate_up must be two halves of one width, and is {}"
-    check(gate_up.shape[1] % 2 == 0, words, operation, gate_up.shape)
+def check_silu_mul(gate_up: Tensor) -> None:
+    """Raise ValueError for a wrong argument of `Ops.silu_mul`."""
+    check_tensor("silu_mul", "gate_up", gate_up, (ANY, AT_LEAST_ONE))
+    check(gate_up.shape[1] % 2 == 0, "silu_mul: gate_up must be two halves of one width, and is {}", gate_up.shape)
 
 
 def check_sample(logits: Tensor, params: Tensor) -> None:

@@ -60,7 +60,6 @@ class Rope:
     theta: float
     dim: int  # number of leading dimensions of a head that are rotated; the others stay as they are
     max_positions: int
-    original_max_positions: int  # number of positions in pretraining, before the context was extended
     scaling: str = "default"
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
     # file from which the values were read, for error messages
@@ -295,7 +294,6 @@ def _parse_rope(raw: RawConfig, family: ModelFamily, head_dim: int, kind: str, f
         theta=float(theta),
         dim=dim,
         max_positions=max_positions,
-        original_max_positions=trained,
         scaling=scaling,
         parameters={**given, "original_max_position_embeddings": trained},
         file=file,

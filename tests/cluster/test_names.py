@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from cache_strategies.features import BlockNames
 from cache_strategies.types import Salt
-from config.block_hashes import NAME_TYPE, name_blocks
+from config.block_hashes import NAME_TYPE, BlockNamer
 from config.settings import Settings
 from server.cluster.hints import HintMaker
 from server.cluster.router import Hint, InstanceState
@@ -32,6 +33,13 @@ SETTINGS = {
     },
     "rules": [{"use": "sliding_window", "min_prompt_tokens": 400}],
 }
+
+
+def name_blocks(root: bytes, block_size: int, tokens: Sequence[int], salt: Iterable[object]) -> list[int]:
+    """The names of a sequence's full blocks, in order."""
+    namer = BlockNamer(root, block_size, salt)
+    namer.extend(tokens)
+    return namer.names
 
 
 @pytest.fixture(scope="module")

@@ -59,11 +59,11 @@ def test_layers_of_different_sizes_follow_each_other_in_a_block() -> None:
     store = KVStore(Pages(9, ALIGN * 40), ODD, 16, torch.float32)
     end = 0
     for layer, spec in enumerate(ODD):
-        assert store.layer_offset(layer) == store.k_offset(layer) == end
+        assert store.k_offset(layer) == end
         sizes = (spec.num_kv_heads * 16 * dim * 4 for dim in (spec.head_dim, spec.v_head_dim))
         end += sum(-(-size // ALIGN) * ALIGN for size in sizes)
     assert end == store.block_bytes
-    for offset in (store.layer_offset, store.k_offset, store.v_offset):
+    for offset in (store.k_offset, store.v_offset):
         with pytest.raises(ValueError, match=f"layer {len(ODD)} is not stored"):
             offset(len(ODD))
 
@@ -82,7 +82,7 @@ def test_offsets_of_a_large_model(layers: list[LayerSpec], block_size: int, beyo
     assert store.block_bytes == 80 * plane
     assert (store.v_offset(39) > 2**32) is beyond_32_bits
     for layer in range(40):
-        assert store.layer_offset(layer) == store.k_offset(layer) == 2 * layer * plane
+        assert store.k_offset(layer) == 2 * layer * plane
         assert store.v_offset(layer) == (2 * layer + 1) * plane
         for view, offset in ((store.k(layer), store.k_offset(layer)), (store.v(layer), store.v_offset(layer))):
             assert view.shape == (1000, heads, block_size, 128)
