@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Response
 from pydantic import Field, ValidationInfo, field_validator
 
 from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.json_route import JsonRoute
 from server.api.openai.conversation import Messages, Rendering, encode_chat
 from server.api.openai.conversation_key import get_chat_beginning, make_conversation_key
-from server.api.openai.generation import Generation, OutputDelta, run
+from server.api.openai.generation import Generation, OutputDelta
 from server.api.openai.generation_job import (
+    HeadersParam,
     Job,
     PromptTokens,
     RequestHeaders,
@@ -29,8 +30,6 @@ from server.api.openai.generation_job import (
 from server.api.openai.logprobs import ChatLogprobs, make_chat_logprobs
 from server.api.openai.request_models import (
     INT64,
-    MAX_NAME_LENGTH,
-    SESSION_ID,
     GenerationRequest,
     LongList,
     MaxTokens,
@@ -173,15 +172,8 @@ def router(serving: Serving) -> APIRouter:
     routes = APIRouter(route_class=JsonRoute, tags=["chat"], responses=make_error_responses(400, 404, 413, 429, 503))
 
     @routes.post("/v1/chat/completions")
-    async def create_chat_completion(
-        body: ChatRequest,
-        x_kv_cache: Annotated[str | None, Header(max_length=MAX_NAME_LENGTH)] = None,
-        x_session_id: Annotated[str | None, Header(description=SESSION_ID)] = None,
-        authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
-    ) -> Response:
-        job = await make_chat_job(serving, body, RequestHeaders(x_kv_cache, x_session_id, authorization))
-        generation = run(serving, job)
-        return respond(generation, CHAT_FORMAT)
+    async def create_chat_completion(body: ChatRequest, headers: HeadersParam) -> Response:
+        return respond(Generation(serving, await make_chat_job(serving, body, headers)), CHAT_FORMAT)
 
     return routes
 

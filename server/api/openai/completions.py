@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Response
 from pydantic import (
     BeforeValidator,
     Field,
@@ -20,9 +20,10 @@ from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.json_body import Ignored
 from server.api.http.json_route import JsonRoute
 from server.api.openai.conversation_key import get_prompt_beginning, make_conversation_key
-from server.api.openai.generation import Generation, OutputDelta, run
+from server.api.openai.generation import Generation, OutputDelta
 from server.api.openai.generation_job import (
     TOTAL_PROMPTS_FACTOR,
+    HeadersParam,
     Job,
     PromptTokens,
     RequestHeaders,
@@ -35,8 +36,6 @@ from server.api.openai.generation_job import (
 )
 from server.api.openai.logprobs import CompletionLogprobs, concat_logprobs, format_token_id, make_completion_logprobs
 from server.api.openai.request_models import (
-    MAX_NAME_LENGTH,
-    SESSION_ID,
     GenerationRequest,
     LongList,
     MaxTokens,
@@ -145,15 +144,8 @@ def router(serving: Serving) -> APIRouter:
     )
 
     @routes.post("/v1/completions")
-    async def create_completion(
-        body: CompletionRequest,
-        x_kv_cache: Annotated[str | None, Header(max_length=MAX_NAME_LENGTH)] = None,
-        x_session_id: Annotated[str | None, Header(description=SESSION_ID)] = None,
-        authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
-    ) -> Response:
-        job = await make_completion_job(serving, body, RequestHeaders(x_kv_cache, x_session_id, authorization))
-        generation = run(serving, job)
-        return respond(generation, COMPLETION_FORMAT)
+    async def create_completion(body: CompletionRequest, headers: HeadersParam) -> Response:
+        return respond(Generation(serving, await make_completion_job(serving, body, headers)), COMPLETION_FORMAT)
 
     return routes
 

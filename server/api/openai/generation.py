@@ -71,11 +71,6 @@ def cut_comparison(event: Compared, num_tokens: int) -> Compared:
     return msgspec.structs.replace(event, **{name: getattr(event, name)[:count] for name in COMPARED_COLUMNS})
 
 
-def run(serving: Serving, job: Job[B]) -> Generation[B]:
-    """Return the generation of a job. The engine gets the job's requests when `Generation.running` is entered."""
-    return Generation(serving, job)
-
-
 class Generation(Generic[B]):
     """A job that the engine runs. Within `async with running()`, call `wait_for_admission` and `iter_deltas` once.
 

@@ -11,14 +11,21 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
+from fastapi import Depends, Header
 
 from config.wording import format_values
 from server.api.http.api_keys import LimitsByKey, get_tenant
 from server.api.http.errors import ApiError
-from server.api.openai.request_models import CacheRequest, GenerationRequest, SamplingRequest
+from server.api.openai.request_models import (
+    MAX_NAME_LENGTH,
+    SESSION_ID,
+    CacheRequest,
+    GenerationRequest,
+    SamplingRequest,
+)
 from server.api.openai.tools.message_format import MessageFormat, MessageParsing
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Caching, Hello, SamplingParams, Speculation, Strategy, Submit
@@ -46,6 +53,17 @@ class RequestHeaders(NamedTuple):
     kv_cache: str | None = None  # X-KV-Cache
     session: str | None = None  # X-Session-Id
     authorization: str | None = None
+
+
+async def read_headers(  # async, as FastAPI would call another function in a thread
+    x_kv_cache: Annotated[str | None, Header(max_length=MAX_NAME_LENGTH)] = None,
+    x_session_id: Annotated[str | None, Header(description=SESSION_ID)] = None,
+    authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
+) -> RequestHeaders:
+    return RequestHeaders(x_kv_cache, x_session_id, authorization)
+
+
+HeadersParam = Annotated[RequestHeaders, Depends(read_headers)]  # a parameter of the routes
 
 
 class StrategyHints(NamedTuple):

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
 
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Response
 from pydantic import ValidationError
 
 from server.api.http.errors import ApiError, make_body_error, make_error_responses
 from server.api.http.json_route import JsonRoute
 from server.api.openai.chat import ChatRequest, make_chat_job
-from server.api.openai.generation import run
-from server.api.openai.generation_job import RequestHeaders, Serving
-from server.api.openai.request_models import MAX_NAME_LENGTH, SESSION_ID
+from server.api.openai.generation import Generation
+from server.api.openai.generation_job import HeadersParam, Serving
 from server.api.openai.response_items.fields import find_field, rename_field
 from server.api.openai.response_items.input import ResponseRequest
 from server.api.openai.response_items.output import make_format
@@ -27,19 +25,13 @@ def router(serving: Serving) -> APIRouter:
     )
 
     @routes.post("/v1/responses")
-    async def create_response(
-        body: ResponseRequest,
-        x_kv_cache: Annotated[str | None, Header(max_length=MAX_NAME_LENGTH)] = None,
-        x_session_id: Annotated[str | None, Header(description=SESSION_ID)] = None,
-        authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
-    ) -> Response:
-        headers = RequestHeaders(x_kv_cache, x_session_id, authorization)
+    async def create_response(body: ResponseRequest, headers: HeadersParam) -> Response:
         try:
             job = await make_chat_job(serving, _make_chat_request(body), headers)
         except ApiError as error:
             raise rename_field(error) from None
         job = replace(job, id="resp_" + job.id.removeprefix("chatcmpl-"))
-        return respond(run(serving, job), make_format(body))
+        return respond(Generation(serving, job), make_format(body))
 
     return routes
 
