@@ -18,7 +18,6 @@ import time
 import traceback
 from collections.abc import Callable
 from logging.handlers import QueueHandler, QueueListener
-from types import TracebackType
 from typing import Any, TextIO
 
 from pythonjsonlogger.core import RESERVED_ATTRS
@@ -33,8 +32,6 @@ FLUSH_TIMEOUT = 1.0  # maximum seconds for which a process that ends writes the 
 MAX_PARTIAL_LINE_BYTES = 8192  # maximum bytes printed to stderr that wait for the end of their line
 
 log = logging.getLogger(__name__)
-
-ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
 def configure_logging(settings: Settings) -> None:

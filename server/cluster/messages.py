@@ -41,20 +41,12 @@ class ReplicaAnswer(msgspec.Struct, frozen=True):
 
 StreamItem = Routed | EngineGone | RequestEvent
 
-_ENCODER = msgspec.msgpack.Encoder()
-_ITEMS: msgspec.msgpack.Decoder[list[StreamItem]] = msgspec.msgpack.Decoder(list[StreamItem])
-_SUBMITS: msgspec.msgpack.Decoder[list[Submit]] = msgspec.msgpack.Decoder(list[Submit])
-_CANCEL: msgspec.msgpack.Decoder[Cancel] = msgspec.msgpack.Decoder(Cancel)
-_OBSERVED: msgspec.msgpack.Decoder[Observed] = msgspec.msgpack.Decoder(Observed)
+encode = msgspec.msgpack.Encoder().encode
+decode_items = msgspec.msgpack.Decoder(list[StreamItem]).decode
+decode_submits = msgspec.msgpack.Decoder(list[Submit]).decode
+decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
+decode_observed = msgspec.msgpack.Decoder(Observed).decode
 _PAYLOAD: msgspec.msgpack.Decoder[QueryPayload] = msgspec.msgpack.Decoder(QueryPayload)
-_INFO: msgspec.msgpack.Decoder[ReplicaInfo] = msgspec.msgpack.Decoder(ReplicaInfo)
-_ANSWER: msgspec.msgpack.Decoder[ReplicaAnswer] = msgspec.msgpack.Decoder(ReplicaAnswer)
-
-encode = _ENCODER.encode
-decode_items = _ITEMS.decode
-decode_submits = _SUBMITS.decode
-decode_cancel = _CANCEL.decode
-decode_observed = _OBSERVED.decode
 decode_payload = _PAYLOAD.decode
-decode_info = _INFO.decode
-decode_answer = _ANSWER.decode
+decode_info = msgspec.msgpack.Decoder(ReplicaInfo).decode
+decode_answer = msgspec.msgpack.Decoder(ReplicaAnswer).decode

@@ -75,9 +75,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     numbers: bytes
 
 
-_FAMILIES_DECODER: msgspec.msgpack.Decoder[tuple[FamilyShape, ...]] = msgspec.msgpack.Decoder(tuple[FamilyShape, ...])
-_SNAPSHOT_DECODER: msgspec.msgpack.Decoder[Snapshot] = msgspec.msgpack.Decoder(Snapshot)
-decode_families, decode_snapshot = _FAMILIES_DECODER.decode, _SNAPSHOT_DECODER.decode
+decode_families = msgspec.msgpack.Decoder(tuple[FamilyShape, ...]).decode
+decode_snapshot = msgspec.msgpack.Decoder(Snapshot).decode
 
 
 def encode_snapshot(families: Sequence[FamilyShape], numbers: bytes) -> bytes:
