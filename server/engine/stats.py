@@ -62,16 +62,8 @@ class StepAccumulator:
 
     def make_report(self, **others: Any) -> StepReport:
         """Return the report of the step; `others` are the fields of StepReport that do not concern single requests."""
-        return StepReport(
-            parts=self.parts,
-            generated_tokens=self.generated_tokens,
-            drafts=self.drafts,
-            forks=self.forks,
-            admissions=self.admissions,
-            inter_token_seconds=self.inter_token_seconds,
-            compactions=self.compactions,
-            **others,
-        )
+        own = {name: value for name, value in vars(self).items() if name != "finished"}
+        return StepReport(**own, **others)
 
 
 def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
