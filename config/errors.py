@@ -1,5 +1,11 @@
 """The error for a setting that cannot be used, and messages for errors of the operating system."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 MAX_MESSAGE_LENGTH = 2000  # maximum number of characters of a message, which may quote a long value
 
 
@@ -10,6 +16,15 @@ class SettingsError(Exception):
         """Return the message; if it has more than 2,000 characters, its middle is left out."""
         message, half = super().__str__(), MAX_MESSAGE_LENGTH // 2
         return message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:half]} ... {message[-half:]}"
+
+
+@contextmanager
+def convert_write_errors(flag: str, file: Path) -> Iterator[None]:
+    """Raise SettingsError in place of an OSError within the block, which writes the file of a flag."""
+    try:
+        yield
+    except OSError as error:
+        raise SettingsError(f"{flag}: cannot write {file}: {error.strerror}") from None
 
 
 def format_error(error: Exception) -> str:

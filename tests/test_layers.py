@@ -33,6 +33,10 @@ ALSO = {
         *(f"config.flags.{name}" for name in ("Kind", "COUNT", "DURATION", "FILE", "SWITCH")),
         *(f"config.flags.{name}" for name in ("add_flags", "flag", "number_flag")),
     },
+    "loadtest.bench.command": {
+        "config.errors",
+        *(f"config.errors.{name}" for name in ("SettingsError", "convert_write_errors")),
+    },
     "loadtest.bench.report": {"config.tables", "config.tables.format_table"},
     "loadtest.traces": {"config.quantities", "config.quantities.parse_share_flag"},
 }

@@ -7,8 +7,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from config.errors import SettingsError, convert_write_errors
 from loadtest.bench.client import ServerError, open_client, read_server_info, send_completion
 from loadtest.bench.figures import Figures, Key
 from loadtest.bench.flags import BenchOptions
@@ -41,32 +41,19 @@ def run(flags: dict[str, Any]) -> int:
         workloads = plan_workloads(options)
         check_writable(options.json)
         return write_report(asyncio.run(run_benchmark(options, workloads)), options.json)
-    except (ServerError, WorkloadError, ListingError, FileError) as error:
+    except (ServerError, WorkloadError, ListingError, SettingsError) as error:
         print(f"kvmux: {error}", file=sys.stderr)
         return USER_ERROR
 
 
-class FileError(Exception):
-    """The report cannot be written to the file of --json; the message says why."""
-
-
 def check_writable(file: Path | None) -> None:
-    """Raise FileError if the report's file cannot be written; called before the benchmark. Keeps the file's contents.
+    """Raise SettingsError if the report's file cannot be written, before the benchmark. Keeps the file's contents.
 
     Checks nothing for None (no file) and "-" (standard output).
     """
     if file not in (None, STANDARD_OUTPUT):
-        with wrap_os_errors(file):
+        with convert_write_errors("--json", file):
             file.open("a").close()
-
-
-@contextmanager
-def wrap_os_errors(file: Path) -> Iterator[None]:
-    """Raise a FileError that names the file in place of any OSError of the `with` block."""
-    try:
-        yield
-    except OSError as error:
-        raise FileError(f"--json: cannot write {file}: {error.strerror}") from None
 
 
 # ---------------------------------------------------------------- measuring
@@ -125,7 +112,7 @@ def make_progress_bar() -> Progress:
 def write_report(report: BenchReport, file: Path | None) -> int:
     """Print the report, and write it to `file` if given; return the exit code, 1 if a request failed.
 
-    Raises FileError if the file cannot be written.
+    Raises SettingsError if the file cannot be written.
     """
     text = json.dumps(as_json(report), indent=2, allow_nan=False)
     if file == STANDARD_OUTPUT:
@@ -133,7 +120,7 @@ def write_report(report: BenchReport, file: Path | None) -> int:
     else:
         print(as_text(report))
         if file:
-            with wrap_os_errors(file):
+            with convert_write_errors("--json", file):
                 file.write_text(text + "\n")
     for line in format_failures(report):
         print(line, file=sys.stderr)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from cache_strategies.errors import StrategyError
 from cache_strategies.registry import list_kinds
 from cache_strategies.scorers import list_scorers
-from config.errors import SettingsError
+from config.errors import SettingsError, convert_write_errors
 from config.settings import Settings, StrategySettings, load_settings
 from server.cli.flags import pop_settings_file
 from server.engine.build import Engine, build_engine
@@ -65,13 +65,11 @@ def check_files(options: EvaluateOptions) -> None:
     outputs = {"--json": options.json, "--plot": options.plot}
     for flag, file in outputs.items():
         if file:
-            try:
+            with convert_write_errors(flag, file):
                 new = not file.exists()
                 file.open("ab").close()
                 if new:
                     file.unlink()
-            except OSError as error:
-                raise SettingsError(f"{flag}: cannot write {file}: {error.strerror}") from None
     if options.json and options.plot and options.json.absolute() == options.plot.absolute():
         raise SettingsError(f"--json and --plot are both {options.json}: give them different names")
     if options.plot:
@@ -86,9 +84,10 @@ def write_outputs(report: EvaluationReport, options: EvaluateOptions) -> list[st
     for flag, file, write in (("--json", options.json, write_json), ("--plot", options.plot, save_plot)):
         if file:
             try:
-                write(report, file)
-            except OSError as error:
-                unsaved.append(f"{flag}: cannot write {file}: {error.strerror}")
+                with convert_write_errors(flag, file):
+                    write(report, file)
+            except SettingsError as error:
+                unsaved.append(str(error))
     return unsaved
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from config.errors import SettingsError
+from config.errors import SettingsError, convert_write_errors
 from config.settings import Settings, load_settings
 from server.cli.flags import pop_settings_file
 from server.engine.build import Engine, build_engine
@@ -39,14 +37,14 @@ def run(options: dict[str, Any]) -> int:
     wanted = ProfileOptions(**{f.name: options.pop(f.name) for f in fields(ProfileOptions) if f.name in options})
     settings, neighbours = resolve_model_settings(load_settings(pop_settings_file(options), options)), Neighbours()
     if wanted.json:
-        with convert_write_errors(wanted.json):
+        with convert_write_errors("--json", wanted.json):
             wanted.json.open("a").close()  # check before any slow work that the file is writable; keep an older report
     with Console(stderr=True).status("loading the model, and measuring its steps"):
         model, profiles = profile_steps(settings, wanted)
     busy = neighbours.compute_share()
     print(as_text(model, profiles, format_warning(busy)))
     if wanted.json:
-        with convert_write_errors(wanted.json):
+        with convert_write_errors("--json", wanted.json):
             wanted.json.write_text(json.dumps(as_json(model, profiles, busy), indent=2) + "\n")
     return 0
 
@@ -93,12 +91,3 @@ def check_options(engine: Engine, wanted: ProfileOptions) -> None:
     room = engine.max_seq_len - wanted.steps - EXTRA_STEPS - max(wanted.sequences)
     if wanted.context > room:
         raise SettingsError(f"--context: must be from 1 to {room}, to leave room for --steps")
-
-
-@contextmanager
-def convert_write_errors(file: Path) -> Iterator[None]:
-    """Raise SettingsError in place of an OSError within the block, which writes the file of --json."""
-    try:
-        yield
-    except OSError as error:
-        raise SettingsError(f"--json: cannot write {file}: {error.strerror}") from None
