@@ -1,6 +1,6 @@
 """Devices: a device's name in the settings, and the torch device of its tensors. Knows no kernel.
 
-The two differ for an emulated GPU, whose tensors are on the CPU.
+The two differ for an emulated GPU, whose tensors are on torch's spare device.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class KernelsMissing(Exception):
 
 
 EMULATED_DEVICES: Mapping[str, str] = {
-    "metal-emulated": "cpu",
-    "metal-checked": "cpu",
+    "metal-emulated": "privateuseone",
+    "metal-checked": "privateuseone",
 }  # emulated device: the torch device of its tensors
 
 

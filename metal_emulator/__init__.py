@@ -10,12 +10,14 @@ from os import PathLike, fspath
 
 from metal_emulator import rules
 from metal_emulator.build import Compiler, CompilerMissing
+from metal_emulator.device import DEVICE, register_device
 from metal_emulator.failure import KernelFault
 from metal_emulator.library import EmulatedKernel, Library, Mode, Order, Stats
 from metal_emulator.tokens import Source
 from metal_emulator.translation import Translator
 
 __all__ = [
+    "DEVICE",
     "Compiler",
     "CompilerMissing",
     "EmulatedKernel",
@@ -24,6 +26,7 @@ __all__ = [
     "Order",
     "Stats",
     "compile_shader",
+    "register_device",
 ]
 
 
@@ -36,7 +39,7 @@ def compile_shader(
     include: Iterable[str | PathLike[str]] = (),
     ucontext: bool = False,
 ) -> Library:
-    """Return the kernels of a Metal source, to be called with tensors on the CPU.
+    """Return the kernels of a Metal source, to be called with tensors on the CPU or on `DEVICE`.
 
     `checked`: every access to memory is checked, which makes kernels many times slower. `order`: in which order the
     threads of a threadgroup, and the threadgroups, run; `seed` is used for Order.RANDOM. `include`: folders in which

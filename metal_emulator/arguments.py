@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metal_emulator.device import DEVICE
 from metal_emulator.scalars import SCALARS
 
 MAX_BYTES = 4096  # most bytes of a number or list of numbers as an argument
@@ -52,8 +53,8 @@ class Buffer:
 
         Raises TypeError for another device or dtype, ValueError for a misaligned tensor or too few bytes.
         """
-        if tensor.device.type != "cpu":
-            raise TypeError(f"{self._label}: the emulator takes tensors on the CPU, not on {tensor.device}")
+        if tensor.device.type not in ("cpu", DEVICE.type):
+            raise TypeError(f"{self._label}: the emulator takes tensors on the CPU or {DEVICE}, not on {tensor.device}")
         if self._dtypes and tensor.dtype not in self._dtypes:
             raise TypeError(f"{self._label}: the kernel reads {self._scalar.name}, not {tensor.dtype}")
         address, bytes_ = tensor.data_ptr(), extent_bytes(tensor)

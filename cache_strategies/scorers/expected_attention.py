@@ -147,14 +147,15 @@ def _add_quadratic_forms(logits: Tensor, matrices: Tensor, keys: Tensor) -> None
 def _average_rotations(rotate: Rotate, num_positions: int, D: int, device: torch.device) -> Tensor:
     """Return the mean of the rotations by 1, 2, ... `num_positions` positions, [D, D] float32, for row vectors.
 
-    Rotations by many positions are products of those by few, as a model's tables may be too short for them.
+    Rotations by many positions are products of those by few, as a model's tables may be too short for them. They are
+    multiplied in float64 on the host, as mps has none.
     """
     step = min(num_positions, ROTATED_AT_ONCE)
     basis = torch.eye(D, device=device).expand(step, D, D).contiguous()
-    rotations = rotate(basis, torch.arange(1, step + 1, device=device)).double()  # [step, D, D]
+    rotations = rotate(basis, torch.arange(1, step + 1, device=device)).cpu().double()  # [step, D, D]
     total = torch.zeros_like(rotations[0])
-    turn = torch.eye(D, device=device, dtype=torch.float64)
+    turn = torch.eye(D, dtype=torch.float64)
     for start in range(0, num_positions, step):
         total += rotations[: num_positions - start].sum(dim=0) @ turn
         turn = turn @ rotations[-1]
-    return (total / num_positions).float()
+    return (total / num_positions).float().to(device)

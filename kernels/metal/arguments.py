@@ -14,7 +14,7 @@ from kernels.store import KVStore
 from kernels.types import Slots
 
 LANES, GROUP = 32, 256  # number of threads in a simdgroup, and in a threadgroup; as in common.h
-DEVICES = ("mps", "cpu")  # cpu: for the emulator
+DEVICES = ("mps", "privateuseone", "cpu")  # the emulator's are the second, or the third in a test of kernels
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -37,4 +37,5 @@ def load_emulated(*, checked: bool = False) -> MetalOps:
         emulator.Compiler.find().check(checked=checked)
     except emulator.CompilerMissing as error:
         raise KernelsMissing(str(error)) from None
+    emulator.register_device()
     return MetalOps(Kernels(partial(emulator.compile_shader, checked=checked)))

@@ -15,7 +15,7 @@ from cache_strategies.scorers import BUILTIN
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", "metal-emulated", *(["cuda"] if torch.cuda.is_available() else [])]
 EXACT = strategies(
     blocks_of_7={"kind": "paged", "block_size": 7},
     everything_fits={"kind": "compressed", "budget": 300},

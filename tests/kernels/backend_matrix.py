@@ -19,7 +19,7 @@ BACKENDS: Mapping[str, Callable[[], Ops]] = {
     **{
         backend.name: backend.load
         for backend in list_backends()
-        if backend.missing is None and backend.device.tensors.type == "cpu"
+        if backend.missing is None and (backend.device.tensors.type == "cpu" or backend.device.is_emulated)
     },
 }
 FASTEST = next((name for name in BACKENDS if name != REFERENCE), REFERENCE)  # what an engine on this CPU uses

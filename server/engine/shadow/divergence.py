@@ -43,6 +43,6 @@ def measure_divergence(
     agreed = served.argmax(-1) == shadow.argmax(-1)
     drawn = shadow.gather(-1, torch.tensor(tokens, device=shadow.device).unsqueeze(-1))
     rank = (shadow > drawn).sum(-1) + 1
-    # One copy from the device. float64 holds every rank exactly.
-    rows = torch.stack([kl.double(), agreed.double(), rank.double()], dim=-1).tolist()
+    # One copy from the device. float32, as mps has no float64, holds every rank below 2^24 exactly.
+    rows = torch.stack([kl, agreed.float(), rank.float()], dim=-1).tolist()
     return [Divergence(value, bool(same), int(place)) for value, same, place in rows]
