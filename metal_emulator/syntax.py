@@ -34,8 +34,12 @@ class Declaration:
     end: int
     parameters: tuple[int, int]  # range within the parentheses; empty if there are none
     body: tuple[int, int]  # within the braces
-    is_member: bool  # of a struct
+    struct: int | None  # the token { of the struct whose member it is
     is_template: bool
+
+    @property
+    def is_member(self) -> bool:
+        return self.struct is not None
 
     def is_kernel(self, source: Source) -> bool:
         head = source.tokens[self.begin : self.parameters[0]]
@@ -45,7 +49,7 @@ class Declaration:
 def find_declarations(source: Source) -> list[Declaration]:
     """Return all declarations, also those in namespaces and structs. Raises SyntaxError if one has no end."""
     reader = _Reader(source)
-    reader.read(0, len(source.tokens), member=False)
+    reader.read(0, len(source.tokens), struct=None)
     return reader.declarations
 
 
@@ -62,7 +66,7 @@ class _Reader:
         self._source = source
         self.declarations: list[Declaration] = []
 
-    def read(self, begin: int, end: int, *, member: bool) -> None:
+    def read(self, begin: int, end: int, *, struct: int | None) -> None:
         i = begin
         while i < end:
             text = self._text_at(i)
@@ -75,7 +79,7 @@ class _Reader:
             elif text in _SKIPPED_KEYWORDS:
                 i = self._find_semicolon(i) + 1
             else:
-                i = self._read_declaration(i, member)
+                i = self._read_declaration(i, struct)
 
     def _text_at(self, i: int) -> str:
         return self._source.tokens[i].text if i < len(self._source.tokens) else ""
@@ -86,10 +90,10 @@ class _Reader:
         if self._text_at(i) == ";":  # an alias
             return i + 1
         last = self._source.find_closing(i)
-        self.read(i + 1, last, member=False)
+        self.read(i + 1, last, struct=None)
         return last + 1
 
-    def _read_declaration(self, begin: int, member: bool) -> int:
+    def _read_declaration(self, begin: int, struct: int | None) -> int:
         """Read the declaration that begins at token `begin`; return the index after it."""
         after = self._source.find_closing_angle(begin + 1) + 1 if self._source.is_at(begin, "template", "<") else begin
         if self._text_at(after) in _SKIPPED_KEYWORDS:
@@ -98,17 +102,17 @@ class _Reader:
         stop = self._text_at(head.stop)
         if not head.name and any(self._text_at(i) in _TYPE_KEYWORDS for i in range(after, head.stop)):
             if stop == "{" and self._text_at(after) != "enum":
-                self.read(head.stop + 1, self._source.find_closing(head.stop), member=True)
+                self.read(head.stop + 1, self._source.find_closing(head.stop), struct=head.stop)
             return self._find_semicolon(head.stop) + 1
         if head.name and stop == "{":
             last = self._source.find_closing(head.stop)
-            self._add(DeclarationKind.FUNCTION, head, begin, last + 1, (head.stop + 1, last), member)
+            self._add(DeclarationKind.FUNCTION, head, begin, last + 1, (head.stop + 1, last), struct)
             return last + 1
         end = self._find_semicolon(head.stop) + 1
         kind = DeclarationKind.OTHER if head.name else DeclarationKind.VARIABLE
         if self._text_at(begin) == "template" and after == begin:
             kind = DeclarationKind.INSTANTIATION
-        self._add(kind, head, begin, end, (end, end), member)
+        self._add(kind, head, begin, end, (end, end), struct)
         return end
 
     def _read_head(self, i: int) -> _Head:
@@ -153,8 +157,8 @@ class _Reader:
         return self._text_at(i)
 
     def _add(
-        self, kind: DeclarationKind, head: _Head, begin: int, end: int, body: tuple[int, int], member: bool
+        self, kind: DeclarationKind, head: _Head, begin: int, end: int, body: tuple[int, int], struct: int | None
     ) -> None:
         template = self._source.is_at(begin, "template", "<")
         name = head.name or self._text_at(head.stop - 1)
-        self.declarations.append(Declaration(kind, name, begin, end, head.parameters, body, member, template))
+        self.declarations.append(Declaration(kind, name, begin, end, head.parameters, body, struct, template))

@@ -7,7 +7,7 @@ constant constexpr int STEP = 8;  // columns that a lane takes in one step; all 
 // The lower or the higher bits of the numbers of a block, as `BitField` in block_formats.py says.
 template <int START, int RUN, int BITS>
 struct Field {
-  static constexpr int WIDTH = BITS;
+  static constant constexpr int WIDTH = BITS;
 
   static inline uint get(const device uchar* block, int column) {
     constexpr int COLUMNS = RUN * (8 / BITS);  // of a run of bytes

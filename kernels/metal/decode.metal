@@ -30,7 +30,11 @@ struct Heads {
   // Loads the queries of `count` heads, the first at `q` and each `stride` numbers after the one before; if count <
   // HEADS, the last query is repeated.
   void load(const device T* q, int count, int stride, int dim, int lane) {
-    for (int h = 0; h < HEADS; h++) read_numbers<N>(queries + h * N, q + min(h, count - 1) * stride, dim, lane);
+    for (int h = 0; h < HEADS; h++) {
+      float query[N];  // a member array is no pointer to thread from Metal 4.1 on
+      read_numbers<N>(query, q + min(h, count - 1) * stride, dim, lane);
+      for (int n = 0; n < N; n++) queries[h * N + n] = query[n];
+    }
   }
 
   void add(const device KV* key, int k_dim, const device KV* value, int v_dim, Scoring scoring, int lane) {

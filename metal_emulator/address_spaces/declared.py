@@ -5,7 +5,7 @@ Works on tokens, as ../rules.py does; what needs types is checked by clang.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from metal_emulator.address_spaces.diagnostics import Fault
 from metal_emulator.syntax import Declaration, DeclarationKind, find_declarations
@@ -23,11 +23,16 @@ POSITIONS = frozenset(
         "dispatch_threads_per_threadgroup",
     )
 )
+_GENERIC = (
+    "a member array is no pointer to thread from Metal 4.1 on, where `this` is generic: read into a local variable, copy it"
+)
 _STATIC = "a static variable must be a constant: write static constant before its type"
 
 
 def check(source: Source) -> Iterator[Fault]:
-    for each in find_declarations(source):
+    declarations = find_declarations(source)
+    yield from _check_member_arrays(source, declarations)
+    for each in declarations:
         if each.is_kernel(source):
             yield from _check_positions(source, each)
             yield from _check_buffers(source, each)
@@ -52,6 +57,22 @@ def _check_buffers(source: Source, kernel: Declaration) -> Iterator[Fault]:
         texts = {token.text for token in source.tokens[begin:end]}
         if texts & {"*", "&"} and not texts & {"device", "constant"}:
             yield source.location(begin), f"'{source.slice(begin, end)}': a buffer lies in device or constant memory"
+
+
+def _check_member_arrays(source: Source, declarations: Sequence[Declaration]) -> Iterator[Fault]:
+    """Yield faults of member functions that use a member array as a pointer; an element of it is none."""
+    arrays: dict[int | None, set[str]] = {}  # by struct
+    for each in declarations:
+        if each.kind is DeclarationKind.VARIABLE and each.is_member:
+            names = {source.tokens[i].text for i in range(each.begin, each.end) if source.is_at(i + 1, "[")}
+            arrays.setdefault(each.struct, set()).update(names - {"]"})
+    for each in declarations:
+        if each.kind is DeclarationKind.FUNCTION and each.is_member:
+            for i in range(*each.body):
+                text, before = source.tokens[i].text, source.tokens[i - 1].text
+                is_own = before not in (".", "->") or source.is_at(i - 2, "this")
+                if text in arrays.get(each.struct, ()) and is_own and not source.is_at(i + 1, "["):
+                    yield source.location(i), f"'{text}': {_GENERIC}"
 
 
 def _check_statics(source: Source, each: Declaration) -> Iterator[Fault]:

@@ -1,6 +1,6 @@
-"""Every kind of strategy generates the same tokens on the CPU and, where there is a card, on CUDA.
+"""Every kind of strategy generates the same tokens on each device.
 
-CUDA has no kernels of its own: plain torch computes there, with tensors in the card's memory.
+The emulated one refuses what torch refuses on mps. CUDA has no kernels of its own: plain torch computes there.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cache_strategies.scorers import BUILTIN
+from tests.engine.devices import DEVICES
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
-DEVICES = ["cpu", "metal-emulated", *(["cuda"] if torch.cuda.is_available() else [])]
 EXACT = strategies(
     blocks_of_7={"kind": "paged", "block_size": 7},
     everything_fits={"kind": "compressed", "budget": 300},
@@ -64,3 +63,28 @@ def test_int8_keys_and_values_give_the_tokens_of_the_reference_on_the_cpu(device
     )
     expected = generate(tiny, list(int8), device="cpu", kernels="reference", strategies=int8)
     assert generate(tiny, list(int8), device=device, strategies=int8) == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_drawn_tokens_and_their_probabilities_are_those_of_the_cpu(device: str, tiny: Path) -> None:
+    samplings: list[dict[str, Any]] = [
+        {"temperature": 0.8, "seed": 3, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "logprobs": 4},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": ((7, 2.0),)},
+        {"temperature": 1.0, "seed": 5, "presence_penalty": 0.5, "ignore_eos": False, "min_tokens": 9},
+        {"temperature": 1.2, "seed": 7, "logprobs": 0},
+    ]
+    found = []
+    for where in ("cpu", device):
+        driver = Driver(tiny, device=where, max_num_batched_tokens=16)
+        for i, sampling in enumerate(samplings):
+            driver.submit(str(i), random_prompt(30, seed=i), 12, **sampling)
+        driver.run()
+        found.append({name: heard.tokens for name, heard in driver.heard.items()})
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_models_that_transformers_computes_generate_the_tokens_of_the_cpu(device: str, tiny: Path) -> None:
+    instances = ["contiguous", "paged", *EXACT]
+    options: dict[str, Any] = {"strategies": EXACT, "model_impl": "transformers"}
+    assert generate(tiny, instances, device=device, **options) == generate(tiny, instances, device="cpu", **options)

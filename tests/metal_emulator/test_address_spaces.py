@@ -122,6 +122,8 @@ def test_arguments_of_another_space(clang: Clang, helper: str, told: str) -> Non
          "a threadgroup variable has no initialiser, its type's members neither"),
         ("template <int N> kernel void h(device float* o) { threadgroup float t[N]; o[0] = t[0]; } "
          'template [[host_name("h")]] [[kernel]] decltype(h<8193>) h<8193>;', "Metal has 32768 bytes of threadgroup"),
+        ("float f(thread float* p) { return *p; } struct S { float a[4]; float g() { return f(a + 1); } };",
+         "'a': a member array is no pointer to thread from Metal 4.1 on"),
         ("template <class T> T f(T v) { return simd_foo(v); } template float f(float);", "use of undeclared"),
     ],
 )  # fmt: skip
@@ -143,6 +145,8 @@ def test_outside_kernels(clang: Clang, text: str, told: str) -> None:
         "int e; float c; o[i] = frexp(x[i], e) + sincos(x[i], *(thread float*)&e) + sincos(x[i], c) + c;",
         "bool2 b = bool2(true, i > 3); o[i] = b.x && any(float2(1) < float2(x[i])) ? simd_sum(x[i]) : 0;",
         "threadgroup float t[8192]; t[i] = 1; o[i] = t[0];",
+        "struct S { float a[4]; float f(int n) { float b[4]; for (int m = 0; m < 4; m++) b[m] = a[m]; return b[n]; } };"
+        "S t; t.a[1] = x[i]; const thread float* p = t.a; o[i] = t.f(1) + *p;",
     ],
 )
 def test_what_passes(clang: Clang, body: str) -> None:

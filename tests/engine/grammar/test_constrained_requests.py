@@ -20,6 +20,7 @@ from server.engine.ipc.messages import Speculation
 from server.grammar.constraint import Constraint, constrain_to_choices
 from server.grammar.lark import write_lark
 from server.text.vocabulary import Vocabulary
+from tests.engine.devices import DEVICES
 from tests.engine.engine_driver import Driver, RequestEvents
 from tests.engine.expected_tokens import random_prompt
 from tests.engine.fake_proposer import FakeProposer
@@ -68,6 +69,16 @@ def test_every_kind_of_strategy(model: Path, vocabulary: Vocabulary, rng: random
         assert events.finish_reason == "stop", (kind, name)
         assert CASES[name].accepts(read(vocabulary, events)), (kind, name)
     driver.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device(model: Path, vocabulary: Vocabulary, rng: random.Random, device: str) -> None:
+    driver = Driver(model, **(SETTINGS | {"device": device, "deterministic": False}))
+    heard = {name: submit(driver, name, case, rng.randrange(2**20)) for name, case in CASES.items()}
+    driver.run()
+    for name, events in heard.items():
+        assert events.failed is None, (name, events.failed)
+        assert CASES[name].accepts(read(vocabulary, events)), name
 
 
 def test_a_text_ends_with_the_token_that_completes_it(alone: Driver, vocabulary: Vocabulary) -> None:

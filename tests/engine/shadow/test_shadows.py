@@ -15,11 +15,11 @@ from server.evaluation.compare import compare
 from server.evaluation.documents import Document
 from server.models.no_cache import NoCacheAttention
 from server.records import RequestFidelity
+from tests.engine.devices import DEVICES
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, Windowed, random_prompt
 from tests.engine.fake_proposer import FakeProposer
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 WINDOW = {"window": 20, "sinks": 2}
 INSTANCES = strategies(
     window={"kind": "sliding_window", **WINDOW},
