@@ -30,7 +30,7 @@ _INDEXED = ("aten::index", "aten::index_put_", "aten::_index_put_impl_")  # thei
 class DeviceTensor(Tensor):
     """A tensor on the emulated device; `host` is a tensor on the CPU with the same memory."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     host: Tensor
 
     @staticmethod
@@ -66,12 +66,8 @@ class DeviceTensor(Tensor):
         return format(self.host, spec) if self.dim() == 0 else repr(self)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if operation is torch.ops.prim.device.default:
-            return DEVICE
-        return _run(operation, args, kwargs or {})
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
+        return DEVICE if func is torch.ops.prim.device.default else _run(func, args, kwargs or {})
 
 
 @cache
@@ -109,6 +105,8 @@ def _copy_from(source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor
 def _run(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation on the memory of its tensors. Raises what torch raises on mps."""
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    if operation is torch.ops.aten._has_compatible_shallow_copy_type.default:  # asked when a module moves
+        return len({type(each) for each in tensors}) == 1
     _check_devices(operation, tensors)
     match MpsKernel.OWN if operation._schema.name in _COPIES else find_mps_kernel(operation):
         case MpsKernel.MISSING:

@@ -24,7 +24,8 @@ POSITIONS = frozenset(
     )
 )
 _GENERIC = (
-    "a member array is no pointer to thread from Metal 4.1 on, where `this` is generic: read into a local variable, copy it"
+    "a member array is no pointer to thread from Metal 4.1 on, where `this` is generic: "
+    "read into a local variable, and copy that"
 )
 _STATIC = "a static variable must be a constant: write static constant before its type"
 

@@ -25,7 +25,7 @@ from config.errors import SettingsError
 from config.settings import Settings
 from config.sizes import parse_bytes
 from kernels.backends import CheckedOps, load_ops
-from kernels.device import Device, KernelsMissing
+from kernels.device import Device, KernelsMissing, get_device
 from kernels.ops import Ops
 from kernels.selfcheck.check_memory import find_memory_fault
 from kernels.tracing import Tracer, trace_ops
@@ -146,7 +146,8 @@ def build_engine(
     shadows, fallbacks = Shadows(scheduler), Fallbacks(isolation, scheduler)
     scheduler.release_spare = shadows.release_one
     factory = RequestFactory(selector, isolation, fallbacks, memory, scheduler, model.info.eos_ids, grammars)
-    runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample), tracer)
+    host = ops if device.tensors.type == "cpu" else _load_kernels(settings, get_device("cpu"), dtype).ops
+    runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample, host.sample), tracer)
     waiting = WaitingForGrammars(grammars, limits.max_queued_requests)
     core = Core(runner, isolation, memory, scheduler, factory, [waiting, shadows, fallbacks, rollouts, *extensions])
     name, *aliases = settings.model_names

@@ -64,14 +64,16 @@ def test_the_table_is_copied_when_it_has_changed(tiny: Path, mps: FakeMps) -> No
         {"temperature": 1.0, "presence_penalty": 0.5, "ignore_eos": False, "min_tokens": 9},
     ],
 )
-def test_so_does_a_step_that_draws(tiny: Path, mps: FakeMps, sampling: dict[str, Any]) -> None:
+def test_a_step_that_draws_waits_for_the_logits_alone(tiny: Path, mps: FakeMps, sampling: dict[str, Any]) -> None:
+    """The tokens are drawn from them on the host, without a launch for each of a dozen operations a row."""
     driver = on_mps(tiny)
     for name in ("one", "other"):
         driver.submit(name, random_prompt(9), 20, **sampling)
     driver.step()
     for _ in range(3):
         decode_step(driver, mps)
-        assert mps.to_host == ["tolist"]
+        assert mps.to_host == ["aten.to.dtype_layout"]
+        assert len(mps.to_device) == 2, "tokens, positions and rows; seats and offsets"
 
 
 def test_log_probabilities_come_in_one_transfer_more(tiny: Path, mps: FakeMps) -> None:

@@ -36,6 +36,12 @@ class Draw(NamedTuple):
     banned_token_ids: Collection[int] = ()  # tokens that may not be drawn
     allowed: NDArray[np.bool_] | None = None  # which tokens [V] the grammar of the text allows; None: all
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before the token is drawn, by a penalty or a grammar, for example."""
+        banned_or_allowed = bool(self.banned_token_ids) or self.allowed is not None
+        return banned_or_allowed or needs_logits_processing(self.sampling)
+
 
 def draw_tokens(logits: Tensor, draws: Sequence[Draw], operation: Sample = reference.sample) -> list[int | None]:
     """Draw a token id from each row of logits [K, V]; None for a row with NaN or infinity. Leaves `logits` unchanged.
@@ -44,11 +50,7 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], operation: Sample = refer
     """
     rows = torch.from_numpy(_make_sampling_rows(draws))
     tokens = operation(logits, rows)
-    if processed := [
-        i
-        for i, draw in enumerate(draws)
-        if draw.banned_token_ids or draw.allowed is not None or needs_logits_processing(draw.sampling)
-    ]:
+    if processed := [i for i, draw in enumerate(draws) if draw.changes_logits]:
         changed = [
             process_logits(
                 logits[i].float(), draws[i].sampling, draws[i].history, draws[i].banned_token_ids, draws[i].allowed

@@ -73,9 +73,12 @@ class SamplerOutput(NamedTuple):
 class Sampler:
     """Samples the tokens of a step's requests from its logits."""
 
-    def __init__(self, eos_ids: Collection[int], operation: Sample = reference.sample) -> None:
+    def __init__(
+        self, eos_ids: Collection[int], operation: Sample = reference.sample, host_operation: Sample = reference.sample
+    ) -> None:
+        """`operation` is the device's `Ops.sample`, `host_operation` that of the CPU; they may be the same."""
         self._eos_ids = eos_ids
-        self._operation = operation  # a backend's `Ops.sample`
+        self._operation, self._host_operation = operation, host_operation
 
     def sample(
         self, logits: Tensor, inputs: Sequence[SamplerInput], prompts: Sequence[PromptInput] = ()
@@ -95,7 +98,12 @@ class Sampler:
         if rows != list(range(len(logits))):
             logits = logits[rows]
         draws = [draw for each in inputs for draw in make_draws(each.request, self._eos_ids, each.draft)]
-        tokens = iter(draw_tokens(logits, draws, self._operation))
+        operation = self._operation
+        if logits.device.type != "cpu" and any(draw.sampling.temperature > 0 or draw.changes_logits for draw in draws):
+            # A drawn row takes a dozen launches on a device. A copy of the logits takes one, and is waited for instead
+            # of the tokens.
+            logits, operation = logits.cpu(), self._host_operation
+        tokens = iter(draw_tokens(logits, draws, operation))
         return {
             request: verify_draft(draft, list(islice(tokens, len(draft) + 1)), request.get_end_token_ids(self._eos_ids))
             for request, draft, _ in inputs
