@@ -24,6 +24,7 @@ _REFUSED_DTYPES = (torch.float64, torch.complex128)
 # These make an empty tensor first, which its kernel resizes; all others know the size from the beginning.
 _FACTORIES = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm")
 _COPIES = ("aten::copy_", "aten::_to_copy")
+_MAX_SUMMED, _MIN_OTHERS = 32_766, 16  # a product is wrong that sums more, and whose other sizes are these at least
 _INDEXED = ("aten::index", "aten::index_put_", "aten::_index_put_impl_")  # their indices may be on the host
 
 
@@ -108,6 +109,7 @@ def _run(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if operation is torch.ops.aten._has_compatible_shallow_copy_type.default:  # asked when a module moves
         return len({type(each) for each in tensors}) == 1
     _check_devices(operation, tensors)
+    _check_product(operation, tensors)
     match MpsKernel.OWN if operation._schema.name in _COPIES else find_mps_kernel(operation):
         case MpsKernel.MISSING:
             raise NotImplementedError(f"The operator '{operation}' is not currently implemented for the MPS device.")
@@ -118,6 +120,16 @@ def _run(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     host_args, host_kwargs = tree_map(_to_host, (tuple(args), dict(kwargs)))
     result = operation(*host_args, **host_kwargs)
     return tree_map(_to_device, result) if on_device else result
+
+
+def _check_product(operation: Any, tensors: Sequence[Tensor]) -> None:
+    """Raise RuntimeError for a product that torch 2.13 gets wrong on M1 and M2 (pytorch#193487, #195163)."""
+    if operation._schema.name in ("aten::mm", "aten::addmm", "aten::linear") and len(tensors) > 1:
+        left, right = tensors[-2:] if operation._schema.name == "aten::addmm" else tensors[:2]
+        summed = left.shape[-1]
+        others = left.numel() // summed, right.numel() // summed
+        if summed > _MAX_SUMMED and min(others) >= _MIN_OTHERS:
+            raise RuntimeError(f"{operation}: a sum of {summed} products is wrong on M1 and M2: at most {_MAX_SUMMED}")
 
 
 def _check_devices(operation: Any, tensors: Sequence[Tensor]) -> None:

@@ -25,6 +25,7 @@ COMPUTE: list[Callable[[Tensor], Tensor]] = [
     lambda x: torch.full_like(x, 3.0).index_fill_(0, torch.tensor([1], device=x.device), 2.0),
     lambda x: torch.arange(3, device=x.device) + torch.eye(3, device=x.device),
     lambda x: nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3),
+    lambda x: x.new_ones(15, 32_767) @ x.new_ones(32_767, 17),
     lambda x: x.new_zeros(2).copy_(torch.ones(2)),
 ]
 
@@ -48,6 +49,8 @@ REFUSED: list[tuple[Callable[[Tensor], object], type[Exception], str]] = [
     (lambda x: x + torch.ones(3, 4), RuntimeError, "expected all tensors to be on the same device"),
     (lambda x: torch.cat([x, torch.ones(3, 4)]), RuntimeError, "expected all tensors to be on the same device"),
     (lambda x: x.numpy(), TypeError, "to numpy"),
+    (lambda x: x.new_ones(16, 32_767) @ x.new_ones(32_767, 17), RuntimeError, "wrong on M1 and M2"),
+    (lambda x: nn.functional.linear(x.new_ones(16, 32_767), x.new_ones(16, 32_767)), RuntimeError, "wrong on M1"),
 ]
 
 
