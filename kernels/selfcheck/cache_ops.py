@@ -93,6 +93,21 @@ def _attend_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sampl
         yield f"long texts, {row.tokens} after {row.past}", out
 
 
+def _chained_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    """Yield the outputs of launches that read what the one before has written, without waiting between them."""
+    case = AttentionCase(ops, Layout(16), CASES[0][0], ROWS, dtype, device)
+    first, second = case.table[1].tolist()[:2]  # the first blocks of a row with a past
+    case.write()
+    outs = [case.attend()]
+    ops.copy_blocks(case.store, [second], [0])
+    ops.copy_blocks(case.store, [first], [second])
+    outs.append(case.attend())
+    ops.copy_blocks(case.store, [0], [second])
+    outs.append(case.attend())
+    for what, out in zip(("written", "a block overwritten", "restored"), outs, strict=True):
+        yield what, torch.cat(out)
+
+
 def _attend_bytes(
     out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, *, window: int | None = None
 ) -> int:
@@ -202,6 +217,10 @@ CACHE_OPS = (
     OpInfo("dequantize", ROUNDING, _dequantize_samples, VECTORS, _dequantize_bytes, ("scale",)),
     OpInfo("write_kv", EXACT, _write_kv_samples, "the new keys and values, in and out", _write_kv_bytes, ("k", "v")),
     OpInfo("attend", ATTENTION, _attend_samples, "all keys and values that a row sees, once", _attend_bytes, ("q",)),
+    OpInfo(
+        *("attend", ATTENTION, _chained_samples, "all keys and values that a row sees, once", _attend_bytes, ("q",)),
+        variant="chained",
+    ),
     OpInfo("gather", EXACT, _gather_samples, "the keys and values read, in and out", _gather_bytes, ()),
     OpInfo("copy_blocks", EXACT, _copy_blocks_samples, "the blocks, in and out", _copy_blocks_bytes, ()),
     OpInfo(
