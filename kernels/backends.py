@@ -83,8 +83,10 @@ def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> 
     """Return the fastest operations for `device`; those that fail their check in `dtype` are replaced, and logged.
 
     `reference`: return plain torch instead. Raises KernelsMissing for an emulated device without kernels, for which
-    plain torch is used only on request.
+    plain torch is used only on request, or without the emulator.
     """
+    if device.is_emulated:
+        metal.register_emulated_device()
     if reference:
         return CheckedOps(REFERENCE, ReferenceOps(), [])
     if device.name != "cpu" and any(device_name == device.name for device_name, _ in BACKENDS.values()):

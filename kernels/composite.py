@@ -56,6 +56,8 @@ class CompositeOps(Ops):
     def forward_layers(self: Ops, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         added: Tensor | None = None
         for i, layer in enumerate(layers.layers):
+            if i == len(layers.layers) // 4:  # a quarter is launched: compute it while the rest is launched
+                self.commit()
             x, q, k, v = self.qkv_proj_rope(layer.attention, x, added, attention.positions)
             mixed = attention.attend(i, q, k, v).flatten(1)
             x, h = self.o_proj_add_norm(layer.attention, x, mixed)

@@ -228,6 +228,10 @@ class Ops(Protocol):
         """
         ...
 
+    def commit(self) -> None:
+        """Let the device begin with what was launched so far; a backend whose calls compute does nothing."""
+        ...
+
     def pack(self, weight: Weight) -> Weight:
         """Return a weight [out, in] as this backend's `linear` reads it fastest, perhaps itself: once per weight."""
         ...
@@ -403,7 +407,7 @@ class Ops(Protocol):
 
 # ---------------------------------------------------------------- their names
 # Members of Ops that describe a backend, or prepare or check arguments; the others are operations.
-NO_OPERATIONS = ("batch_invariant_head_dim", "block_formats", "prepare", "pack", "pack_layers", "check_slots")
+NO_OPERATIONS = ("batch_invariant_head_dim", "block_formats", "prepare", "commit", "pack", "pack_layers", "check_slots")
 OP_NAMES = tuple(name for name in vars(Ops) if not name.startswith("_") and name not in NO_OPERATIONS)
 FORWARD_LAYERS = "forward_layers"
 SINGLE_OPS = tuple(name for name in OP_NAMES if name != FORWARD_LAYERS)  # of which forward_layers consists

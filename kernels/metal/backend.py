@@ -50,9 +50,10 @@ MAX_COPY_UNITS = 1 << 30  # 16-byte units of a block that one launch copies: a g
 class MetalOps(ReferenceOps):
     """Implements `kernels.ops.Ops`; calls the reference for shapes and dtypes without a kernel."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, commit: Callable[[], None] = lambda: None) -> None:
+        """`commit` lets the device begin with what was launched so far."""
         super().__init__()
-        self._kernels = kernels
+        self._kernels, self._commit = kernels, commit
         self._attention = MetalAttention(kernels)
 
     @property
@@ -63,6 +64,9 @@ class MetalOps(ReferenceOps):
         if dtype in KERNEL_DTYPES:
             for spec in layers:
                 self._attention.prepare(spec, dtype, kv_dtype)
+
+    def commit(self) -> None:
+        self._commit()
 
     # ---------------------------------------------------------------- layers
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -19,7 +20,24 @@ def load() -> MetalOps:
     """Return the operations on an Apple GPU. Raises KernelsMissing if this machine has none that torch can use."""
     if not torch.backends.mps.is_available():
         raise KernelsMissing("this machine has no Apple GPU that torch can use")
-    return MetalOps(Kernels(torch.mps.compile_shader))
+    return MetalOps(Kernels(torch.mps.compile_shader), _commit_launches)
+
+
+def _commit_launches() -> None:
+    """Commit what torch has encoded; otherwise the GPU waits until the host waits for it (MPSStream.mm)."""
+    torch.mps.Event().record()
+
+
+def register_emulated_device() -> None:
+    """Let torch create tensors on the emulated device. Raises KernelsMissing if the emulator is not installed."""
+    _import_emulator().register_device()
+
+
+def _import_emulator() -> Any:
+    try:
+        return import_module("metal_emulator")
+    except ModuleNotFoundError:
+        raise KernelsMissing(f"the Metal emulator is not installed: {HOW_TO_INSTALL}") from None
 
 
 @cache
@@ -29,13 +47,9 @@ def load_emulated(*, checked: bool = False) -> MetalOps:
     `checked`: data races and accesses out of bounds are detected, which makes them slower. Raises KernelsMissing if the
     emulator is not installed, or has no C++ compiler.
     """
-    try:
-        emulator = import_module("metal_emulator")
-    except ModuleNotFoundError:
-        raise KernelsMissing(f"the Metal emulator is not installed: {HOW_TO_INSTALL}") from None
+    emulator = _import_emulator()
     try:
         emulator.Compiler.find().check(checked=checked)
     except emulator.CompilerMissing as error:
         raise KernelsMissing(str(error)) from None
-    emulator.register_device()
     return MetalOps(Kernels(partial(emulator.compile_shader, checked=checked)))

@@ -59,6 +59,9 @@ class ReferenceOps(CompositeOps):
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         pass  # plain torch compiles nothing
 
+    def commit(self) -> None:
+        pass  # torch commits what it launches
+
     # ---------------------------------------------------------------- layers
     def pack(self, weight: Weight) -> Weight:
         return weight.merge() if isinstance(weight, ConcatenatedWeight) else weight

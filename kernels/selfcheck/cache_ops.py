@@ -91,6 +91,7 @@ def _attend_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sampl
     case.write()
     for row, out in zip(LONG, case.attend(ops), strict=True):
         yield f"long texts, {row.tokens} after {row.past}", out
+    yield from _chained_samples(ops, dtype, device)
 
 
 def _chained_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
@@ -217,10 +218,6 @@ CACHE_OPS = (
     OpInfo("dequantize", ROUNDING, _dequantize_samples, VECTORS, _dequantize_bytes, ("scale",)),
     OpInfo("write_kv", EXACT, _write_kv_samples, "the new keys and values, in and out", _write_kv_bytes, ("k", "v")),
     OpInfo("attend", ATTENTION, _attend_samples, "all keys and values that a row sees, once", _attend_bytes, ("q",)),
-    OpInfo(
-        *("attend", ATTENTION, _chained_samples, "all keys and values that a row sees, once", _attend_bytes, ("q",)),
-        variant="chained",
-    ),
     OpInfo("gather", EXACT, _gather_samples, "the keys and values read, in and out", _gather_bytes, ()),
     OpInfo("copy_blocks", EXACT, _copy_blocks_samples, "the blocks, in and out", _copy_blocks_bytes, ()),
     OpInfo(

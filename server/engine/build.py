@@ -101,13 +101,13 @@ def build_engine(
     instances = registry.resolve_instances(usable)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, info.dtype, device)
+    limit_memory(device.tensors)
     kernels = _load_kernels(settings, device, dtype)
     max_seq_len = _choose_max_seq_len(settings, info)
     tracer = Tracer()
     ops = trace_ops(kernels.ops, tracer)
     if settings.deterministic:
         _check_batch_invariant(ops)
-    limit_memory(device.tensors)
     model = _load_model(settings, directory, ops, dtype, device.tensors, max_seq_len)
     max_num_batched_tokens = choose_max_batched_tokens(settings.max_num_batched_tokens, device)
     geometry = Geometry(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import psutil
@@ -98,7 +99,7 @@ def choose_max_batched_tokens(setting: int | None, device: Device) -> int:
     Longer steps delay the tokens of all running requests. On a CPU (emulated devices included) 512 tokens per step
     reach the full throughput and 256 nine tenths of it, as each step reads all weights. An accelerator needs more.
     """
-    return setting or (512 if device.tensors.type == "cpu" else 1024)
+    return setting or (512 if device.tensors.type == "cpu" or device.is_emulated else 1024)
 
 
 # -------------------------------------------------------------------- memory
@@ -126,6 +127,11 @@ def free_memory(device: torch.device) -> int:
 
 
 def limit_memory(device: torch.device) -> None:
-    """Let torch allocate on mps no more memory than Metal recommends; by default torch allows 1.7 times as much."""
+    """Let torch allocate on mps no more memory than Metal recommends; by default torch allows 1.7 times as much.
+
+    The low watermark, from which on torch commits more often, must not be above: torch's is 1.4 times as much. torch
+    reads it when it allocates for the first time.
+    """
     if device.type == "mps":
+        os.environ.setdefault("PYTORCH_MPS_LOW_WATERMARK_RATIO", "1.0")
         torch.mps.set_per_process_memory_fraction(1.0)

@@ -65,7 +65,7 @@ def test_an_emulated_device_goes_by_its_name_and_computes_with_its_kernels(
         driver = Driver(tiny, device=name)
     assert f"compiling (unless cached) and checking the kernels for {name} ..." in caplog.messages
     assert isinstance(driver.engine.kernels.ops, Emulated)
-    assert driver.core.memory.space.device.type == driver.core.model.device.type == "cpu"
+    assert driver.core.memory.space.device.type == driver.core.model.device.type == "privateuseone"
     told = summarize_engine(driver.engine)
     assert (told["device"], told["kernels"]) == (name, name)
     assert f"float32 on {name};" in format_banner("http://x", driver.engine.settings, told)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from kernels.metal.backend import MetalOps
 from kernels.metal.library import Kernel
+from server.models.files.directory import locate
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
@@ -83,5 +85,20 @@ def test_a_step_launches_as_much_whoever_is_in_it(tiny: Path, requests: int, mon
     launch = Kernel.__call__
     monkeypatch.setattr(Kernel, "__call__", lambda self, *args: launched.append(1) or launch(self, *args))
     driver.step()
-    a_layer = 10  # norm, QKV, rope, write, attend, output, norm, gate and up, SiLU, down
+    a_layer = 10  # launches: norm, QKV, rope, write, attend, output, norm, gate and up, SiLU, down
     assert len(launched) == a_layer * len(driver.core.model.layer_specs) + 2  # the last norm, and the head
+
+
+def test_the_device_begins_when_a_quarter_of_the_layers_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _driver(locate("tiny", None))
+    driver.submit("it", random_prompt(9), 6, kv_cache="paged")
+    driver.step()
+    calls: list[str] = []
+    launch = Kernel.__call__
+    monkeypatch.setattr(Kernel, "__call__", lambda self, *args: calls.append("launch") or launch(self, *args))
+    monkeypatch.setattr(MetalOps, "commit", lambda self: calls.append("commit"))
+    driver.step()
+    layers = len(driver.core.model.layer_specs)
+    assert layers >= 4
+    assert calls.count("commit") == 1
+    assert 0 < calls.index("commit") <= len(calls) / 4
