@@ -1,9 +1,9 @@
 // Fibers: execution contexts, each with a stack of its own and the registers to resume with. Knows neither threads nor
 // kernels.
 //
-// On x86-64 a switch saves the registers that a function must keep (System V ABI) and sets the other stack pointer,
-// which takes some nanoseconds. On other processors, and with EMULATOR_UCONTEXT, the C library switches, with a system
-// call.
+// A switch saves the registers that a function must keep and sets the other stack pointer, which takes some nanoseconds:
+// on x86-64 (System V ABI) and, with clang, on AArch64 (AAPCS64). On other processors, and with EMULATOR_UCONTEXT, the C
+// library switches, with a system call.
 #pragma once
 
 #include <cassert>
@@ -11,10 +11,15 @@
 #include <cstdint>
 #include <sys/mman.h>
 
-#if !defined(__x86_64__) && !defined(EMULATOR_UCONTEXT)
-#define EMULATOR_UCONTEXT
+#if !defined(__x86_64__) && !(defined(__aarch64__) && defined(__clang__)) && !defined(EMULATOR_UCONTEXT)
+#define EMULATOR_UCONTEXT  // g++ has no naked functions on AArch64
 #endif
 #ifdef EMULATOR_UCONTEXT
+#ifdef __APPLE__
+#define _XOPEN_SOURCE 700  // without it macOS hides these functions
+#define _DARWIN_C_SOURCE
+#pragma clang diagnostic ignored "-Wdeprecated-declarations"
+#endif
 #include <ucontext.h>
 #endif
 
@@ -42,6 +47,34 @@ struct Registers {
   void* stack_pointer;  // where on the stack the other registers are saved
 };
 
+#ifdef __aarch64__
+
+constexpr int SAVED = 20;  // registers of 8 bytes: x19 to x30, d8 to d15
+
+// Switches stacks. `from` is in x0, `to` in x1; ret jumps to x30, where the other fiber resumes.
+__attribute__((naked, noinline)) inline void swap_stacks(void** /*from*/, void* /*to*/) {
+  __asm__ volatile(
+      "sub sp, sp, #160\n"
+      "stp x19, x20, [sp, #0]\n stp x21, x22, [sp, #16]\n stp x23, x24, [sp, #32]\n stp x25, x26, [sp, #48]\n"
+      "stp x27, x28, [sp, #64]\n stp x29, x30, [sp, #80]\n stp d8, d9, [sp, #96]\n stp d10, d11, [sp, #112]\n"
+      "stp d12, d13, [sp, #128]\n stp d14, d15, [sp, #144]\n"
+      "mov x9, sp\n str x9, [x0]\n"
+      "mov sp, x1\n"
+      "ldp x19, x20, [sp, #0]\n ldp x21, x22, [sp, #16]\n ldp x23, x24, [sp, #32]\n ldp x25, x26, [sp, #48]\n"
+      "ldp x27, x28, [sp, #64]\n ldp x29, x30, [sp, #80]\n ldp d8, d9, [sp, #96]\n ldp d10, d11, [sp, #112]\n"
+      "ldp d12, d13, [sp, #128]\n ldp d14, d15, [sp, #144]\n"
+      "add sp, sp, #160\n ret\n");
+}
+
+inline void prepare(Registers& registers, char* /*stack*/, char* top, void (*main)()) {
+  void** sp = reinterpret_cast<void**>(top) - SAVED;
+  for (int i = 0; i < SAVED; ++i) sp[i] = nullptr;
+  sp[11] = reinterpret_cast<void*>(main);  // x30; `main` never returns
+  registers.stack_pointer = sp;
+}
+
+#else
+
 // Switches stacks. `from` is in rdi, `to` in rsi; ret pops the address at which the other fiber resumes.
 __attribute__((naked, noinline)) inline void swap_stacks(void** /*from*/, void* /*to*/) {
   __asm__ volatile(
@@ -59,6 +92,8 @@ inline void prepare(Registers& registers, char* /*stack*/, char* top, void (*mai
   for (int i = 0; i < 6; ++i) *--sp = nullptr;
   registers.stack_pointer = sp;
 }
+
+#endif
 
 inline void switch_to(Registers& from, Registers& to) { swap_stacks(&from.stack_pointer, to.stack_pointer); }
 

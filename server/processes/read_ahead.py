@@ -7,6 +7,7 @@ starting engine imports its modules, for a second or two, the system can read th
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,9 +20,10 @@ READ_AHEAD_BYTES = 1 << 20  # bytes that one call asks to read ahead; the system
 def read_ahead(directory: Path) -> None:
     """Have the system read a model's weights in the background, so that reading their mappings need not wait.
 
-    Do nothing if they would fill more than half of the free memory: they might evict each other.
+    Do nothing on other systems than Linux, or if they would fill more than half of the free memory: they might evict
+    each other.
     """
-    if not hasattr(os, "posix_fadvise"):
+    if sys.platform != "linux":
         return
     with suppress(OSError):  # ignored: the engine will report the error
         sizes = {file: file.stat().st_size for file in directory.iterdir() if file.suffix in MAPPED_SUFFIXES}

@@ -7,6 +7,7 @@ start and of memory.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -100,7 +101,8 @@ def count_step_bytes(header: GGUFHeader) -> int:
 
 
 def measure_memory(server: StartedServer) -> int:
-    """Return the proportional set size of all processes of a server, in bytes."""
+    """Return the proportional set size of all processes of a server, in bytes; only Linux reports it."""
+    assert sys.platform == "linux"
     return sum(each.memory_full_info().pss for each in list_family(server.process))
 
 
