@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from server.engine.device import choose_threads
 from server.models.formats.gguf_file import GGUFHeader, read_header
 from server.models.formats.gguf_weights import compute_nbytes
@@ -24,7 +26,7 @@ from tools.bench.runner import Case, Context, Effort, Group, Reading, Row, Table
 from tools.peers.programs import ServerNeeds, ServerProgram, StartedServer, list_family, run_program
 from tools.peers.servers import OURS, prepare_kvmux, prepare_llama_cpp
 from tools.real_models import REAL_MODELS
-from tools.server_process import run_bench
+from tools.server_process import RunError, run_bench
 
 THEIRS = "llama.cpp"
 TIMEOUT = 900.0  # seconds that a workload may take
@@ -101,9 +103,14 @@ def count_step_bytes(header: GGUFHeader) -> int:
 
 
 def measure_memory(server: StartedServer) -> int:
-    """Return the proportional set size of all processes of a server, in bytes; only Linux reports it."""
-    assert sys.platform == "linux"
-    return sum(each.memory_full_info().pss for each in list_family(server.process))
+    """Return the proportional set size of all processes of a server, in bytes."""
+    return sum(map(_measure_process, list_family(server.process)))
+
+
+def _measure_process(process: psutil.Process) -> int:
+    if sys.platform != "linux":
+        raise RunError("the memory of a server is measured by proportional sizes, which only Linux reports")
+    return int(process.memory_full_info().pss)
 
 
 def _count_kv_bytes(name: str, header: GGUFHeader) -> int:
