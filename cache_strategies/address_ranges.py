@@ -30,8 +30,7 @@ LARGE_BLOCK = 1 << 16  # bytes of a block from which on it takes whole pages of 
 CHECK_INTERVAL_BYTES = 64 << 20  # bytes that are taken between two looks at the free memory
 MIN_FREE_BYTES = 64 << 20  # bytes of the machine's free memory that are left to other programs; less in a small memory
 PROBED_BYTES = 1 << 40  # bytes of addresses that are reserved to see whether the system lets programs do so
-# Constants of Linux, some of which older versions of Python's mmap do not have
-MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", 14)
+# Constants that older versions of Python's mmap do not have
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 MADV_POPULATE_WRITE = getattr(mmap, "MADV_POPULATE_WRITE", 23)
 
@@ -45,8 +44,6 @@ def can_reserve_addresses() -> bool:
 
     Linux does so, but with vm.overcommit_memory=2 or if a process may use some addresses only (ulimit -v).
     """
-    if sys.platform != "linux":
-        return False
     try:
         _reserve(PROBED_BYTES).close()
     except OSError:
@@ -62,10 +59,12 @@ def read_available_memory() -> int:
 
 def _reserve(num_bytes: int) -> mmap.mmap:
     """Reserve addresses for a number of bytes, which read as zeros. Raises OSError if the system refuses."""
+    if sys.platform != "linux":
+        raise OSError("only Linux can reserve addresses without memory")
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, num_bytes, flags=flags)
     with suppress(OSError):  # kernels without huge pages
-        memory.madvise(MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 

@@ -84,7 +84,12 @@ class SimulatedReplica:
             "bytes_per_token": 1.0,
         }
         queued = round(max(0.0, self.free_at - now) * TOKENS_PER_SECOND)
-        return {"instances": {"paged": instance}, "queued_tokens": queued, "num_requests": len(self.running)}
+        return {
+            "instances": {"paged": instance},
+            "queued_tokens": queued,
+            "num_requests": len(self.running),
+            "report": now,  # another in each report, so that an idle replica does not count as one that hangs
+        }
 
 
 @dataclass
