@@ -1,6 +1,7 @@
 """A device for the emulator's tensors: its operations run on the CPU, but it refuses what torch refuses on mps.
 
 It is torch's spare device (`privateuseone`), so torch itself tells its tensors from those of the host, as on a Mac.
+What is imported from torch for it is not public, and may change with its version, which is pinned.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from metal_emulator.mps_operations import MpsKernel, find_mps_kernel
 DEVICE = torch.device("privateuseone", 0)
 _KEY = "PrivateUse1"
 _REFUSED_DTYPES = (torch.float64, torch.complex128)
-# Operations whose tensors may be of two devices
 # These make an empty tensor first, which its kernel resizes; all others know the size from the beginning.
 _FACTORIES = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm")
+# Operations whose tensors may be of two devices: copies, and those whose indices may be on the host
 _COPIES = ("aten::copy_", "aten::_to_copy")
-_MAX_SUMMED, _MIN_OTHERS = 32_766, 16  # a product is wrong that sums more, and whose other sizes are these at least
-_INDEXED = ("aten::index", "aten::index_put_", "aten::_index_put_impl_")  # their indices may be on the host
+_INDEXED = ("aten::index", "aten::index_put_", "aten::_index_put_impl_")
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear")
+_MAX_SUMMED, _MIN_OTHERS = 32_766, 16  # a product is wrong that sums more, if its other sizes are at least 16
 
 
 class DeviceTensor(Tensor):
@@ -124,12 +126,12 @@ def _run(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _check_product(operation: Any, tensors: Sequence[Tensor]) -> None:
     """Raise RuntimeError for a product that torch 2.13 gets wrong on M1 and M2 (pytorch#193487, #195163)."""
-    if operation._schema.name in ("aten::mm", "aten::addmm", "aten::linear") and len(tensors) > 1:
-        left, right = tensors[-2:] if operation._schema.name == "aten::addmm" else tensors[:2]
-        summed = left.shape[-1]
-        others = left.numel() // summed, right.numel() // summed
-        if summed > _MAX_SUMMED and min(others) >= _MIN_OTHERS:
-            raise RuntimeError(f"{operation}: a sum of {summed} products is wrong on M1 and M2: at most {_MAX_SUMMED}")
+    if operation._schema.name not in _PRODUCTS:
+        return
+    left, right = tensors[-2:] if operation._schema.name == "aten::addmm" else tensors[:2]
+    summed = left.shape[-1]
+    if summed > _MAX_SUMMED and min(left.numel(), right.numel()) >= _MIN_OTHERS * summed:
+        raise RuntimeError(f"{operation}: a sum of {summed} products is wrong on M1 and M2: at most {_MAX_SUMMED}")
 
 
 def _check_devices(operation: Any, tensors: Sequence[Tensor]) -> None:
