@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import urllib.request
 from typing import Any
@@ -32,6 +31,7 @@ from server.models.files.directory import resolve_model_settings
 from server.version import get_version
 
 PROBE_TIMEOUT = 10.0  # seconds until the head of a running cluster has to accept a connection
+SIGNAL_INTERVAL = 0.1  # seconds between two looks at whether a signal has come
 READY_TIMEOUT = 60.0  # seconds until the API processes have to know the replicas
 # Ray's processes let all others of the machine go first (15), unless its raylet finds this variable
 NICENESS = "RAY_worker_niceness"
@@ -64,17 +64,21 @@ def run(options: dict[str, Any]) -> int:
 
 def _serve_until_signal(settings: Settings, scale: Scale) -> int:
     """Start Ray, deploy, and serve until a signal; return the exit code. A second signal raises KeyboardInterrupt."""
+    signals = Signals()
+    signals.handle()
     print_safely(f"kvmux {get_version()} starts Ray and {scale.replicas} replicas of {settings.model} ...", sys.stdout)
     os.environ.setdefault(NICENESS, "0")
     # "local": without an address Ray would connect to a cluster that it finds on this machine
     ray.init("local", include_dashboard=False, logging_level="warning", log_to_driver=True, namespace="kvmux")
-    _interrupt_by_signals()  # now, as Ray has installed handlers of its own
+    signals.handle()  # again, as Ray has installed handlers of its own
     try:
-        try:
-            print_safely(_describe(_deploy(settings, scale, "HeadOnly"), scale), sys.stdout)
-            threading.Event().wait()
-        except KeyboardInterrupt:
-            print_safely("stopping, once running requests have finished; Ctrl-C again stops at once", sys.stderr)
+        if not signals.has_come:
+            url = _deploy(settings, scale, "HeadOnly")
+            if not signals.has_come:
+                print_safely(_describe(url, scale), sys.stdout)
+        while not signals.has_come:
+            time.sleep(SIGNAL_INTERVAL)
+        print_safely("stopping, once running requests have finished; Ctrl-C again stops at once", sys.stderr)
         _drain()
         serve.shutdown()
     finally:
@@ -144,15 +148,22 @@ def _describe(url: str, scale: Scale) -> str:
     return f"kvmux {get_version()} serves {model} on {url}, by {replicas}; {url}/v1/replicas lists them"
 
 
-def _interrupt_by_signals() -> None:
-    """Have SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread.
+class Signals:
+    """Notes the first SIGINT, SIGTERM or SIGHUP; the second one raises KeyboardInterrupt in the main thread.
 
-    A SIGHUP that is ignored already, as under nohup, stays ignored.
+    The first raises nothing, as an exception within Ray's code may get lost there, or crash the process.
     """
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def __init__(self) -> None:
+        self.has_come = False
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, interrupt)
+    def handle(self) -> None:
+        """Handle signals from now on; a SIGHUP that is ignored already, as under nohup, stays ignored."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._note)
+
+    def _note(self, *_: object) -> None:
+        if self.has_come:
+            raise KeyboardInterrupt
+        self.has_come = True
