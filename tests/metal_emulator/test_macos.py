@@ -24,6 +24,7 @@ TORCH = Path(torch.__file__).parent / "include"
 TARGET = ("-target", "aarch64-macos")
 
 pytestmark = [
+    pytest.mark.timeout(600),  # a compiler that reads all of torch's headers
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="needs pip install kvmux[metal-check]"),
 ]
