@@ -1,7 +1,7 @@
 """A device for the emulator's tensors: its operations run on the CPU, but it refuses what torch refuses on mps.
 
 It is torch's spare device (`privateuseone`), so torch itself tells its tensors from those of the host, as on a Mac.
-What is imported from torch for it is not public, and may change with its version, which is pinned.
+Some names that are imported from torch are private. They may change with torch's version, which is pinned.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from metal_emulator.mps_operations import MpsKernel, find_mps_kernel
 
 DEVICE = torch.device("privateuseone", 0)
-_KEY = "PrivateUse1"
-_REFUSED_DTYPES = (torch.float64, torch.complex128)
-# These make an empty tensor first, which its kernel resizes; all others know the size from the beginning.
+_DISPATCH_KEY = "PrivateUse1"
+_UNSUPPORTED_DTYPES = (torch.float64, torch.complex128)
+# torch makes an empty tensor for these, which their kernel resizes. That is not possible here, so they create it on the
+# CPU. For all other factories torch knows the size from the beginning.
 _FACTORIES = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm")
-# Operations whose tensors may be of two devices: copies, and those whose indices may be on the host
+# Operations whose tensors may be on two devices: copies, and those whose indices may be on the host
 _COPIES = ("aten::copy_", "aten::_to_copy")
 _INDEXED = ("aten::index", "aten::index_put_", "aten::_index_put_impl_")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear")
-_MAX_SUMMED, _MIN_OTHERS = 32_766, 16  # a product is wrong that sums more, if its other sizes are at least 16
+# torch 2.13 gets a product wrong that sums more than _MAX_SUMMED numbers, if its other sizes are at least _MIN_OTHERS.
+_MAX_SUMMED, _MIN_OTHERS = 32_766, 16
 
 
 class DeviceTensor(Tensor):
@@ -38,7 +40,7 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor) -> DeviceTensor:
-        if host.dtype in _REFUSED_DTYPES:
+        if host.dtype in _UNSUPPORTED_DTYPES:
             raise TypeError(
                 f"Cannot convert a MPS Tensor to {host.dtype} dtype as the MPS framework doesn't support it. "
                 "Please use float32 instead."
@@ -78,12 +80,13 @@ def register_device() -> Library:
     """Let torch create tensors on the device, which then exists until the process ends."""
     _setup_privateuseone_for_python_backend()
     library = Library("aten", "IMPL")
-    library.impl("empty.memory_format", _empty, _KEY)
-    library.impl("empty_strided", _empty_strided, _KEY)
-    library.impl("_copy_from", _copy_from, _KEY)
+    library.impl("empty.memory_format", _empty, _DISPATCH_KEY)
+    library.impl("empty_strided", _empty_strided, _DISPATCH_KEY)
+    library.impl("_copy_from", _copy_from, _DISPATCH_KEY)
     for name in _FACTORIES:
         packet, _, overload = name.partition(".")
-        library.impl(name, partial(_create, getattr(getattr(torch.ops.aten, packet), overload or "default")), _KEY)
+        operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        library.impl(name, partial(_create, operation), _DISPATCH_KEY)
     return library
 
 
@@ -108,7 +111,7 @@ def _copy_from(source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor
 def _run(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation on the memory of its tensors. Raises what torch raises on mps."""
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    if operation is torch.ops.aten._has_compatible_shallow_copy_type.default:  # asked when a module moves
+    if operation is torch.ops.aten._has_compatible_shallow_copy_type.default:  # called when a module moves
         return len({type(each) for each in tensors}) == 1
     _check_devices(operation, tensors)
     _check_product(operation, tensors)
@@ -125,7 +128,7 @@ def _run(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _check_product(operation: Any, tensors: Sequence[Tensor]) -> None:
-    """Raise RuntimeError for a product that torch 2.13 gets wrong on M1 and M2 (pytorch#193487, #195163)."""
+    """Raise RuntimeError for a product that torch gets wrong on M1 and M2 (pytorch#193487, pytorch#195163)."""
     if operation._schema.name not in _PRODUCTS:
         return
     left, right = tensors[-2:] if operation._schema.name == "aten::addmm" else tensors[:2]
@@ -135,11 +138,11 @@ def _check_product(operation: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def _check_devices(operation: Any, tensors: Sequence[Tensor]) -> None:
-    """Raise RuntimeError for tensors of the host beside those of the device, but numbers (tensors of no dimension)."""
+    """Raise RuntimeError for tensors of the host beside those of the device, except 0-dimensional ones (numbers)."""
     if operation._schema.name in (*_COPIES, *_INDEXED):
         return
-    of_host = [each for each in tensors if not isinstance(each, DeviceTensor) and each.dim() > 0]
-    if of_host and len(of_host) < len(tensors):
+    on_host = [each for each in tensors if not isinstance(each, DeviceTensor) and each.dim() > 0]
+    if on_host and len(on_host) < len(tensors):
         raise RuntimeError(f"{operation}: expected all tensors to be on the same device, but found {DEVICE} and cpu")
 
 

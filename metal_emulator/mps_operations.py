@@ -25,7 +25,7 @@ class MpsKernel(Enum):
 
 
 def find_mps_kernel(operation: Any) -> MpsKernel:
-    """Return how an operation (an OpOverload) runs on mps; one that is not of aten counts as having a kernel."""
+    """Return how an operation (an OpOverload) runs on mps; those outside of aten count as having a kernel."""
     namespace, _, name = operation._schema.name.partition("::")
     if namespace != "aten":
         return MpsKernel.OWN
@@ -35,7 +35,10 @@ def find_mps_kernel(operation: Any) -> MpsKernel:
 
 @cache
 def _read_operations() -> Mapping[str, MpsKernel]:
-    """Read native_functions.yaml; it is searched instead of parsed, as that takes seconds."""
+    """Return how each operation of aten runs on mps, by its name in native_functions.yaml.
+
+    The file is searched with patterns, as a YAML parser would take seconds.
+    """
     spec = find_spec("torchgen")
     assert spec is not None
     assert spec.origin is not None
@@ -55,7 +58,7 @@ def _read_operations() -> Mapping[str, MpsKernel]:
 
 
 def _choose(keys: Set[str]) -> MpsKernel:
-    """Return how an operation runs on mps that has kernels for these dispatch keys."""
+    """Return how an operation with kernels for these dispatch keys runs on mps."""
     if keys & {"MPS", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"}:
         return MpsKernel.OWN
     return MpsKernel.COMPOSITE if not keys or "CompositeImplicitAutograd" in keys else MpsKernel.MISSING

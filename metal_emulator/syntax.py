@@ -34,7 +34,7 @@ class Declaration:
     end: int
     parameters: tuple[int, int]  # range within the parentheses; empty if there are none
     body: tuple[int, int]  # within the braces
-    struct: int | None  # the token { of the struct whose member it is
+    struct: int | None  # index of the token { of the struct whose member it is; None: it is not a member
     is_template: bool
 
     @property

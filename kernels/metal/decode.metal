@@ -31,7 +31,7 @@ struct Heads {
   // HEADS, the last query is repeated.
   void load(const device T* q, int count, int stride, int dim, int lane) {
     for (int h = 0; h < HEADS; h++) {
-      float query[N];  // a member array is no pointer to thread from Metal 4.1 on
+      float query[N];  // a member array is not a pointer to thread from Metal 4.1 on
       read_numbers<N>(query, q + min(h, count - 1) * stride, dim, lane);
       for (int n = 0; n < N; n++) queries[h * N + n] = query[n];
     }

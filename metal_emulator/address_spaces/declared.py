@@ -23,14 +23,15 @@ POSITIONS = frozenset(
         "dispatch_threads_per_threadgroup",
     )
 )
-_GENERIC = (
-    "a member array is no pointer to thread from Metal 4.1 on, where `this` is generic: "
+_MEMBER_ARRAY = (
+    "a member array is not a pointer to thread from Metal 4.1 on, where `this` is generic: "
     "read into a local variable, and copy that"
 )
 _STATIC = "a static variable must be a constant: write static constant before its type"
 
 
 def check(source: Source) -> Iterator[Fault]:
+    """Yield the faults of all declarations of a source."""
     declarations = find_declarations(source)
     yield from _check_member_arrays(source, declarations)
     for each in declarations:
@@ -61,7 +62,7 @@ def _check_buffers(source: Source, kernel: Declaration) -> Iterator[Fault]:
 
 
 def _check_member_arrays(source: Source, declarations: Sequence[Declaration]) -> Iterator[Fault]:
-    """Yield faults of member functions that use a member array as a pointer; an element of it is none."""
+    """Yield faults of member functions that use a member array as a pointer. They may use its elements."""
     arrays: dict[int | None, set[str]] = {}  # by struct
     for each in declarations:
         if each.kind is DeclarationKind.VARIABLE and each.is_member:
@@ -73,7 +74,7 @@ def _check_member_arrays(source: Source, declarations: Sequence[Declaration]) ->
                 text, before = source.tokens[i].text, source.tokens[i - 1].text
                 is_own = before not in (".", "->") or source.is_at(i - 2, "this")
                 if text in arrays.get(each.struct, ()) and is_own and not source.is_at(i + 1, "["):
-                    yield source.location(i), f"'{text}': {_GENERIC}"
+                    yield source.location(i), f"'{text}': {_MEMBER_ARRAY}"
 
 
 def _check_statics(source: Source, each: Declaration) -> Iterator[Fault]:

@@ -1,9 +1,9 @@
 // Fibers: execution contexts, each with a stack of its own and the registers to resume with. Knows neither threads nor
 // kernels.
 //
-// A switch saves the registers that a function must keep and sets the other stack pointer, which takes some nanoseconds:
-// on x86-64 (System V ABI) and, with clang, on AArch64 (AAPCS64). On other processors, and with EMULATOR_UCONTEXT, the C
-// library switches, with a system call.
+// A switch saves the registers that a function must keep, and sets the stack pointer of the other fiber. On x86-64
+// (System V ABI) and, with clang, on AArch64 (AAPCS64) this takes a few nanoseconds. On other processors, and with
+// EMULATOR_UCONTEXT, the C library switches, which takes a system call.
 #pragma once
 
 #include <cassert>
@@ -49,7 +49,7 @@ struct Registers {
 
 #ifdef __aarch64__
 
-constexpr int SAVED = 20;  // registers of 8 bytes: x19 to x30, d8 to d15
+constexpr int SAVED = 20;  // number of saved registers of 8 bytes: x19 to x30, d8 to d15
 
 // Switches stacks. `from` is in x0, `to` in x1; ret jumps to x30, where the other fiber resumes.
 __attribute__((naked, noinline)) inline void swap_stacks(void** /*from*/, void* /*to*/) {
@@ -69,7 +69,7 @@ __attribute__((naked, noinline)) inline void swap_stacks(void** /*from*/, void* 
 inline void prepare(Registers& registers, char* /*stack*/, char* top, void (*main)()) {
   void** sp = reinterpret_cast<void**>(top) - SAVED;
   for (int i = 0; i < SAVED; ++i) sp[i] = nullptr;
-  sp[11] = reinterpret_cast<void*>(main);  // x30; `main` never returns
+  sp[11] = reinterpret_cast<void*>(main);  // x30, at byte 88: where ret jumps to; `main` never returns
   registers.stack_pointer = sp;
 }
 

@@ -44,10 +44,9 @@ def test_the_emulators_runtime_compiles(option: tuple[str, ...], tmp_path: Path)
 @pytest.mark.parametrize("source", sorted((ROOT / "kernels/cpu").glob("*.cpp")), ids=lambda source: source.name)
 def test_the_cpp_kernels_compile(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the flags of setup.py, but not optimised, as only errors are looked for, and without OpenMP, as on a Mac."""
-    found: dict[str, Any] = {}
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
     monkeypatch.chdir(ROOT)
-    found = runpy.run_path(str(ROOT / "setup.py"))
+    found: dict[str, Any] = runpy.run_path(str(ROOT / "setup.py"))
     flags = [flag for flag in found["FLAGS"] if flag != "-O3"] + found["INSTRUCTION_SETS"]["aarch64"]["neon"]
     folders = [TORCH, TORCH / "torch/csrc/api/include", Path(sysconfig.get_path("include"))]
     defines = ["-DKVMUX_LIBRARY=kvmux_neon", "-DTORCH_EXTENSION_NAME=_neon"]
