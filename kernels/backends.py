@@ -82,8 +82,8 @@ class CheckedOps(NamedTuple):
 def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> CheckedOps:
     """Return the fastest operations for `device`; those that fail their check in `dtype` are replaced, and logged.
 
-    `reference`: return plain torch instead. Raises KernelsMissing for an emulated device without kernels, for which
-    plain torch is used only on request, or without the emulator.
+    `reference`: return plain torch instead. Raises KernelsMissing for an emulated device if the emulator is missing, or
+    has no kernels for `dtype`: plain torch is used there on request only.
     """
     if device.is_emulated:
         metal.register_emulated_device()

@@ -229,7 +229,7 @@ class Ops(Protocol):
         ...
 
     def commit(self) -> None:
-        """Let the device begin with what was launched so far; a backend whose calls compute does nothing."""
+        """Let the device begin with what was launched so far. Backends that compute within a call do nothing."""
         ...
 
     def pack(self, weight: Weight) -> Weight:
@@ -406,7 +406,7 @@ class Ops(Protocol):
 
 
 # ---------------------------------------------------------------- their names
-# Members of Ops that describe a backend, or prepare or check arguments; the others are operations.
+# Members of Ops that compute nothing: they describe a backend, prepare, check arguments or commit launches.
 NO_OPERATIONS = ("batch_invariant_head_dim", "block_formats", "prepare", "commit", "pack", "pack_layers", "check_slots")
 OP_NAMES = tuple(name for name in vars(Ops) if not name.startswith("_") and name not in NO_OPERATIONS)
 FORWARD_LAYERS = "forward_layers"

@@ -51,7 +51,7 @@ class MetalOps(ReferenceOps):
     """Implements `kernels.ops.Ops`; calls the reference for shapes and dtypes without a kernel."""
 
     def __init__(self, kernels: Kernels, commit: Callable[[], None] = lambda: None) -> None:
-        """`commit` lets the device begin with what was launched so far."""
+        """Launch these kernels; `commit` lets the device begin with what was launched so far."""
         super().__init__()
         self._kernels, self._commit = kernels, commit
         self._attention = MetalAttention(kernels)

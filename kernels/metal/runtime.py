@@ -24,7 +24,7 @@ def load() -> MetalOps:
 
 
 def _commit_launches() -> None:
-    """Commit what torch has encoded; otherwise the GPU waits until the host waits for it (MPSStream.mm)."""
+    """Commit what torch has encoded: without that, the GPU begins only when the host waits for it (MPSStream.mm)."""
     torch.mps.Event().record()
 
 

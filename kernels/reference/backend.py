@@ -35,7 +35,8 @@ from kernels.types import LayerSpec, Slots
 from kernels.weights.quantization import count_tile_rows
 from kernels.weights.stored import ConcatenatedWeight, QuantizedWeight, StoredWeight, dequantize_weight
 
-# Most numbers that a product sums: torch 2.13 gets longer sums wrong on M1 and M2 (pytorch#193487, pytorch#195163)
+# Maximum number of products that are summed at once: torch 2.13 gets longer sums wrong on M1 and M2 (pytorch#193487,
+# pytorch#195163).
 MAX_SUMMED = 32_766
 MIN_SCALE = 1e-30  # least divisor in quantizing, so that a vector of zeros is not divided by 0
 
@@ -60,7 +61,7 @@ class ReferenceOps(CompositeOps):
         pass  # plain torch compiles nothing
 
     def commit(self) -> None:
-        pass  # torch commits what it launches
+        pass  # on CPUs and CUDA, torch starts each operation at once
 
     # ---------------------------------------------------------------- layers
     def pack(self, weight: Weight) -> Weight:
@@ -230,7 +231,7 @@ class ReferenceOps(CompositeOps):
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply by torch; on an accelerator it sums at most MAX_SUMMED numbers at a time."""
+    """Return torch's `linear`; on an accelerator, long sums are computed in parts of at most MAX_SUMMED products."""
     if x.device.type == "cpu" or x.shape[1] <= MAX_SUMMED:
         return F.linear(x, weight, bias)
     parts = zip(x.split(MAX_SUMMED, 1), weight.split(MAX_SUMMED, 1), strict=True)

@@ -95,9 +95,12 @@ def _attend_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sampl
 
 
 def _chained_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
-    """Yield the outputs of launches that read what the one before has written, without waiting between them."""
+    """Yield the outputs of a chain of launches, each of which reads what the one before it has written.
+
+    Nothing waits between them, so they are wrong if the device does not run launches in order.
+    """
     case = AttentionCase(ops, Layout(16), CASES[0][0], ROWS, dtype, device)
-    first, second = case.table[1].tolist()[:2]  # the first blocks of a row with a past
+    first, second = case.table[1].tolist()[:2]  # the first blocks of a row with a past; block 0 is unused
     case.write()
     outs = [case.attend()]
     ops.copy_blocks(case.store, [second], [0])

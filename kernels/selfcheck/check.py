@@ -51,7 +51,8 @@ class _MixedOps:
 
     def __init__(self, ops: Ops, reference: Ops, broken: set[str]) -> None:
         self.prepare = ops.prepare
-        self.check_slots, self.commit = ops.check_slots, ops.commit
+        self.check_slots = ops.check_slots
+        self.commit = ops.commit
         self.pack = (reference if "linear" in broken else ops).pack
         self.pack_layers = reference.pack_layers
         for name in SINGLE_OPS:

@@ -38,7 +38,7 @@ class Draw(NamedTuple):
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits are changed before the token is drawn, by a penalty or a grammar, for example."""
+        """Whether logits are changed before the token is drawn: by penalties, biases, banned tokens or a grammar."""
         banned_or_allowed = bool(self.banned_token_ids) or self.allowed is not None
         return banned_or_allowed or needs_logits_processing(self.sampling)
 

@@ -100,8 +100,8 @@ class Sampler:
         draws = [draw for each in inputs for draw in make_draws(each.request, self._eos_ids, each.draft)]
         operation = self._operation
         if logits.device.type != "cpu" and any(draw.sampling.temperature > 0 or draw.changes_logits for draw in draws):
-            # A drawn row takes a dozen launches on a device. A copy of the logits takes one, and is waited for instead
-            # of the tokens.
+            # To draw a row takes a dozen launches on a device, to copy the logits one. The host has to wait either way:
+            # for the logits, or for the tokens.
             logits, operation = logits.cpu(), self._host_operation
         tokens = iter(draw_tokens(logits, draws, operation))
         return {
