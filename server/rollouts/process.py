@@ -1,6 +1,6 @@
-"""The process that controls roll-outs: learns from the engine what became of requests, and says how to divide them.
+"""The process that controls roll-outs: receives the engine's records of requests, and sends how to divide them.
 
-Ends neither with the engine nor with the API workers: roll-outs go on when the engine has been restarted.
+It does not end with the engine or the API workers: roll-outs go on when the engine has been restarted.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ class ServingClock:
 
 
 class Controller:
-    """Turns the engine's messages into what the engine is told."""
+    """Turns messages from the engine into messages to it."""
 
     def __init__(self, rollouts: Rollouts, clock: ServingClock) -> None:
         """Control roll-outs, whose clock runs while an engine is connected."""
         self._rollouts = rollouts
         self._clock = clock
-        self._sent = rollouts.list_splits()  # the last ones, or those before the first
+        self._sent = rollouts.list_splits()  # the splits that were sent last; before that, those of the start
         self._is_sent = False  # whether they were sent on this connection
 
     def handle(self, event: FromEngine) -> list[ToEngine]:

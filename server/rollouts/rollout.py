@@ -105,7 +105,7 @@ class Rollout:
 
     @property
     def num_samples(self) -> tuple[int, ...]:
-        """The numbers of comparisons, and of requests in each arm, of which the latest are kept."""
+        """The numbers of comparisons and of requests in each arm, also of those that are no longer kept."""
         return tuple(each.totals["requests"] for each in (self.fidelity, self.baseline, self.canary))
 
     # ---------------------------------------------------------------- changes
@@ -125,7 +125,7 @@ class Rollout:
             self._advance(f"{self.verdict.reason} after {self.elapsed:.0f} s", None)
 
     def _judge(self) -> None:
-        """Let the guard judge the statistics, which takes about a millisecond."""
+        """Let the guard judge the statistics. This takes about a millisecond."""
         is_compared = bool(self.settings.shadow_share) and self.share < 1
         in_canary = self.state == "canary"
         statistics = StageStatistics(

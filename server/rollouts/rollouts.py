@@ -1,8 +1,8 @@
 """All roll-outs of a server: counts what the engine reports, lets stages advance, says how requests are divided.
 
 `observe` counts records, `update` judges them and makes stages advance, `list_splits` is what the engine does from then
-on; operators `start` and `control` roll-outs. Keeps the state in a file. Knows the names of instances; no engine and no
-request.
+on; operators `start` and `control` roll-outs. Keeps the state in a file. Knows the names of instances, but neither the
+engine nor requests.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Rollouts:
         self._pairs: dict[tuple[str, str], FidelityStatistics] = {}
         self._rollouts: dict[str, Rollout] = {name: self._make_declared(name) for name in self._declared}
         self._saved_at = clock()
-        self._saved = self._list_changes(), self._list_counts()
+        self._saved_changes, self._saved_counts = self._list_changes(), self._list_counts()
 
-    # ---------------------------------------------------------------- what the engine tells and is told
+    # ---------------------------------------------------------------- messages of the engine, and to it
     def list_splits(self) -> SetSplits:
         """Return how requests are to be divided now."""
         splits = [
@@ -238,24 +238,27 @@ class Rollouts:
         return plain
 
     def _save(self) -> None:
-        """Write the state: at once if a roll-out has changed, once in SAVE_SECONDS if it has new statistics only."""
+        """Write the state: at once if a roll-out has changed, once in SAVE_SECONDS if only statistics are new."""
         is_due = self._clock() - self._saved_at >= SAVE_SECONDS
-        if self._list_changes() != self._saved[0] or (is_due and self._has_unsaved):
+        if self._list_changes() != self._saved_changes or (is_due and self._has_unsaved):
             self._write()
 
     @property
     def _has_unsaved(self) -> bool:
-        return self._store.has_failed or (self._list_changes(), self._list_counts()) != self._saved
+        is_saved = self._list_changes() == self._saved_changes and self._list_counts() == self._saved_counts
+        return self._store.has_failed or not is_saved
 
     def _list_changes(self) -> dict[str, RolloutChange | None]:
         """Return the latest change of each roll-out."""
         return {name: rollout.history[-1] if rollout.history else None for name, rollout in self._rollouts.items()}
 
     def _list_counts(self) -> dict[str, tuple[int, ...]]:
+        """Return the numbers of samples of each roll-out."""
         return {name: rollout.num_samples for name, rollout in self._rollouts.items()}
 
     def _write(self) -> None:
-        self._saved_at, self._saved = self._clock(), (self._list_changes(), self._list_counts())
+        self._saved_at = self._clock()
+        self._saved_changes, self._saved_counts = self._list_changes(), self._list_counts()
         self._store.write([rollout.save() for rollout in self._rollouts.values()])
 
     def close(self) -> None:
