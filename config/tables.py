@@ -11,7 +11,11 @@ from rich.table import Table
 
 
 def format_table(names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows as a table; `names` are the headings of the columns at its left, `numbers` those of the others."""
+    """Return rows as a table.
+
+    `names` are the headings of the first columns, whose cells are texts; `numbers` are those of the others, which are
+    aligned at the right.
+    """
     table = Table(*names, box=box.MARKDOWN)
     for heading in numbers:
         table.add_column(heading, justify="right")

@@ -1,4 +1,4 @@
-"""What a promise is, and what came of checking it. Knows no promise in particular."""
+"""Types of a promise, its check and the outcome of that; the promises themselves are in other modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 TrialT = TypeVar("TrialT")
 LAST_CALLS = "the last calls were:"  # begins a note of an error in a history
-OWN = Path(__file__).parent  # of whose assertions the message says all
+OWN = Path(__file__).parent  # the messages of assertions in this folder need no place in the source beside them
 
 
 def always(trial: object) -> bool:
@@ -37,7 +37,7 @@ class Promise(Generic[TrialT]):
 def promise(
     name: str, expected: str, is_made: Callable[[Any], bool] = always
 ) -> Callable[[Callable[[TrialT], None]], Promise[TrialT]]:
-    """Return a decorator that makes a promise of the function that checks it."""
+    """Return a decorator that turns the function that checks a promise into this promise."""
     return lambda check: Promise(name, expected, check, is_made)
 
 

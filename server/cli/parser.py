@@ -29,7 +29,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def import_later(target: str, *checks: Callable[[], None]) -> Callable[[dict[str, Any]], int]:
-    """Return a function that imports "module:function" and calls it with a command's options, after `checks`.
+    """Return a function that runs `checks`, imports "module:function", and calls it with a command's options.
 
     So the code of a command, which may load torch, is imported only if that command runs.
     """

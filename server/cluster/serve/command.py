@@ -31,7 +31,7 @@ from server.models.files.directory import resolve_model_settings
 from server.version import get_version
 
 PROBE_TIMEOUT = 10.0  # seconds until the head of a running cluster has to accept a connection
-SIGNAL_INTERVAL = 0.1  # seconds between two looks at whether a signal has come
+SIGNAL_INTERVAL = 0.1  # seconds between two checks for a signal
 READY_TIMEOUT = 60.0  # seconds until the API processes have to know the replicas
 # Ray's processes let all others of the machine go first (15), unless its raylet finds this variable
 NICENESS = "RAY_worker_niceness"
@@ -149,7 +149,7 @@ def _describe(url: str, scale: Scale) -> str:
 
 
 class Signals:
-    """Notes the first SIGINT, SIGTERM or SIGHUP; the second one raises KeyboardInterrupt in the main thread.
+    """Handlers of SIGINT, SIGTERM and SIGHUP: the first signal is noted, the second raises KeyboardInterrupt.
 
     The first raises nothing, as an exception within Ray's code may get lost there, or crash the process.
     """
@@ -158,7 +158,7 @@ class Signals:
         self.has_come = False
 
     def handle(self) -> None:
-        """Handle signals from now on; a SIGHUP that is ignored already, as under nohup, stays ignored."""
+        """Install the handlers; a SIGHUP that is ignored already, as under nohup, stays ignored."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)

@@ -33,12 +33,12 @@ def _make_format(
     own_lines: bool = False,
     **markers: Any,
 ) -> ToolFormat:
-    """Return a family whose calls are read by two forms (`read_tagged`), and written as by two others (`CallForm`).
+    """Return the format of a family whose calls are in tags.
 
-    The texts that end a call after a value, `outer`, are by default those that may follow it, `ends`. A call may begin
-    without a marker, as `call` does, unless its name comes first.
+    Calls are read as `call` and `parameter` say (`read_tagged`), and written as `written_call` and `written_parameter`
+    say (`CallForm`). `outer` is that of `read_tagged`, by default `ends`. `markers` are further fields of ToolFormat.
     """
-    opening = call.partition("NAME")[0]
+    opening = call.partition("NAME")[0]  # a call may begin with it, without a marker; empty: the name comes first
     return ToolFormat(
         name,
         in_template,
