@@ -1,4 +1,4 @@
-"""`python -m tools.soak`: loads one server for long, and checks that memory, descriptors and gauges do not grow.
+"""`python -m tools.soak`: loads one server for a long time, and checks that memory, descriptors and gauges do not grow.
 
 The load runs in rounds. Between two rounds no request is sent: the gauges must then be 0. Every answer is compared with
 that of an idle server. Exit code 1 when a problem was found, 2 when no server could be started.
@@ -56,7 +56,7 @@ ZERO_AT_REST: Sequence[tuple[str, dict[str, str]]] = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    description = "Load one server for long, and check that memory, descriptors and gauges do not grow."
+    description = "Load one server for a long time, and check that memory, descriptors and gauges do not grow."
     flags = make_parser("soak", description, 60.0).parse_args(argv)
     return run_program(flags, run_soak(flags))
 

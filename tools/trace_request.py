@@ -145,7 +145,7 @@ class Call(NamedTuple):
 
     kind: str  # "call" or "return"
     thread: int
-    file: str  # relative to the repository; empty for files of others
+    file: str  # relative to the repository; empty for other files
     function: str
 
 
@@ -177,8 +177,8 @@ def find_file(code: CodeType) -> str | None:
     """Return the path of a function's file, if it is the product's; empty for a function that ends a way."""
     path = Path(code.co_filename)
     if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PRODUCT:
-        named = not code.co_name.startswith("<") or code.co_name == "<lambda>"  # no modules and no comprehensions
-        return str(path.relative_to(ROOT)) if named else None
+        is_function = not code.co_name.startswith("<") or code.co_name == "<lambda>"  # not a module or comprehension
+        return str(path.relative_to(ROOT)) if is_function else None
     return "" if code.co_qualname == UVICORN_SEND else None
 
 
@@ -223,12 +223,12 @@ def find_token_way(calls: Sequence[Call], number: int) -> Way:
 
 
 def find_all(calls: Sequence[Call], kind: str, function: str) -> list[int]:
-    """Return the indices of such calls."""
+    """Return the indices of the calls of a function, or of the returns from it, as `kind` says."""
     return [i for i, call in enumerate(calls) if (call.kind, call.function) == (kind, function)]
 
 
 def find(calls: Sequence[Call], kind: str, function: str, start: int = 0) -> int:
-    """Return the index of the first such call from `start` on."""
+    """Return the index of the first of these from `start` on. Raises LookupError if there is none."""
     if found := [index for index in find_all(calls, kind, function) if index >= start]:
         return found[0]
     raise LookupError(f"{function} was not called: has it another name now? Change tools/trace_request.py")
@@ -244,7 +244,7 @@ def collect(calls: Iterable[Call]) -> Way:
 
 
 def intersect(ways: Sequence[Way]) -> Way:
-    """Return what all of them have, in the order of the first one."""
+    """Return the functions that all ways have in common, in the order of the first one."""
     common = {
         file: [name for name in functions if all(name in way.get(file, ()) for way in ways)]
         for file, functions in ways[0].items()

@@ -141,10 +141,11 @@ def _measure_start(rows: Sequence[BenchmarkRow], subject: MeasuredServer) -> Ite
 
 
 def _measure_peak(rows: Sequence[BenchmarkRow], subject: MeasuredServer) -> Iterator[Reading]:
-    peak = subject.server.peak_bytes()
-    for row in rows if peak is not None else ():  # some systems do not report it
+    if (peak := subject.server.peak_bytes()) is None:  # some systems do not report it
+        return
+    for row in rows:
         limit = compute_limit(row, Speeds(1.0, 1.0), KV_BYTES)
-        yield Reading(row.describe(), (peak or 0) / GIB, limit, background_load=0.0)
+        yield Reading(row.describe(), peak / GIB, limit, background_load=0.0)
 
 
 def _measure_load(
@@ -242,6 +243,7 @@ def compute_mean_gap(result: Mapping[str, Any]) -> float | None:
 
 
 def find_result(results: Results, row: BenchmarkRow) -> Mapping[str, Any]:
+    """Return the result of a row's strategy and phase."""
     return next(each for each in results if each["strategy"] == row.strategy and each["phase"] == row.phase)
 
 
@@ -260,8 +262,8 @@ def update_performance_doc(context: Context) -> None:
 
 def _find_place(sample: Sample) -> int:
     """Return the place of a sample's row in the table."""
-    places = ((row.shape.name, row.what) for row in ROWS)
-    return list(places).index((sample.table.title, sample.reading.row.what))
+    places = [(row.shape.name, row.what) for row in ROWS]
+    return places.index((sample.table.title, sample.reading.row.what))
 
 
 GROUP = Group(

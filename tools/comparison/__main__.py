@@ -186,8 +186,15 @@ def make_setup(options: argparse.Namespace) -> Setup:
     wanted = options.strategies or [*list_kinds(), *MORE_STRATEGIES]
     strategies = select_strategies(settings, wanted)
     lengths, batches = sorted(set(options.prompt_tokens)), sorted(set(options.batch))
-    size = options.max_tokens, options.seconds, options.rounds, options.seed
-    plan = Plan(tuple(strategies), lengths, batches, *size)
+    plan = Plan(
+        tuple(strategies),
+        lengths,
+        batches,
+        max_tokens=options.max_tokens,
+        seconds=options.seconds,
+        rounds=options.rounds,
+        seed=options.seed,
+    )
     return Setup(settings, wanted, strategies, plan)
 
 

@@ -89,11 +89,11 @@ def make_query(figure: Figure, strategy: str, interval: Interval) -> str:
 
 
 def read_figures(prometheus: Prometheus, strategy: str, interval: Interval) -> dict[str, float | None]:
-    """Return all figures of a cell by name, in Prometheus' units; None: no such value, as for a rate of nothing."""
-    asked = Prometheus(prometheus.client, interval.end)
+    """Return all figures of a cell by name, in Prometheus' units; None: there is no value, as for 0 / 0."""
+    at_end = Prometheus(prometheus.client, interval.end)
     found = {}
     for figure in FIGURES:
-        values = [value for _, value in asked.query(make_query(figure, strategy, interval)) if math.isfinite(value)]
+        values = [value for _, value in at_end.query(make_query(figure, strategy, interval)) if math.isfinite(value)]
         found[figure.name] = values[0] if values else None
     return found
 

@@ -5,6 +5,7 @@ A panel's description is the help text of the metrics in its queries.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
@@ -57,7 +58,7 @@ PROMETHEUS = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 @dataclass(frozen=True)
 class Graph:
-    """A panel of time series; `queries` maps legends to PromQL, and `note` precedes the description."""
+    """A panel of time series; `queries` maps legends to PromQL, and `note` begins the description."""
 
     title: str
     unit: str
@@ -185,11 +186,11 @@ def build_dashboard(key: str, title: str, about: str, rows: Rows) -> Dashboard:
         .with_variable(_make_variable(SERVER_VARIABLE, "Server", STEPS, SERVER))
         .with_variable(_make_variable(STRATEGY_VARIABLE, "Strategy", KV_LIMIT, STRATEGY))
     )
-    number = 0
+    ids = itertools.count(1)
     for row, panels in rows.items():
-        dashboard.with_row(build.Row(row).id(number := number + 1))
+        dashboard.with_row(build.Row(row).id(next(ids)))
         for panel in panels:
-            dashboard.with_panel(panel.build().id(number := number + 1))
+            dashboard.with_panel(panel.build().id(next(ids)))
     return dashboard.build()
 
 

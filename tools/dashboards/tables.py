@@ -29,10 +29,12 @@ def each(query: Callable[..., str], family: MetricFamily[Any], *labels: Label, *
 
 
 def by_strategy(query: Callable[..., str], family: MetricFamily[Any], **more: Any) -> dict[str, str]:
+    """Return a query that has a line for each strategy."""
     return each(query, family, f.STRATEGY, **more)
 
 
 def percentiles(family: MetricFamily[Histogram]) -> dict[str, str]:
+    """Return the queries of three percentiles of a histogram."""
     return {"p50": median(family), "p95": p95(family), "p99": p99(family)}
 
 

@@ -15,7 +15,7 @@ import psutil
 from tools.torture.server_process import ServerProcess
 
 MIB, HOUR = 2**20, 3600.0
-MAX_POINTS = 120  # longer series are divided into so many pieces, each of which is replaced by its median
+MAX_POINTS = 120  # longer series are divided into this many pieces, each of which is replaced by its median
 MIN_POINTS = 8  # shorter series have no slope
 Z = 1.96  # quantile of the normal distribution for an interval of 95 %
 
