@@ -77,7 +77,7 @@ class Space(Protocol):
         ...
 
     def can_grow(self) -> bool:
-        """Return whether the operating system has memory for some more blocks; asked after it had too little."""
+        """Return whether the operating system has memory for some more blocks; called after it had too little."""
         ...
 
     def count_usable_bytes(self, block_bytes: int, pinned: Sequence[PinnedBlocks]) -> int:

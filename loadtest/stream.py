@@ -128,7 +128,7 @@ def read_reply(lines: Iterable[bytes], clock: Clock = perf_counter, max_pieces: 
 
 
 async def iter_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream, split at line feeds only; others also split at U+2028 in JSON."""
+    """Yield the lines of a stream, split at line feeds only; httpx's aiter_lines also splits at U+2028 within JSON."""
     rest = b""
     async for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")

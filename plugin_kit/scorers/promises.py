@@ -231,7 +231,7 @@ def _under(options: Mapping[str, Any], made: Promise[StrategyTrial]) -> Promise[
     )
 
 
-PROMISES: Sequence[Promise[ScorerTrial]] = [
+PROMISES: Sequence[Promise[ScorerTrial]] = [  # those above, then those of strategies
     *(found for found in list(globals().values()) if isinstance(found, Promise)),
     *(_under(options, each) for options in UNDER_COMPRESSED for each in STRATEGY_PROMISES if each.name in UNDER),
 ]

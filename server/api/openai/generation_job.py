@@ -55,11 +55,12 @@ class RequestHeaders(NamedTuple):
     authorization: str | None = None
 
 
-async def read_headers(  # async, as FastAPI would call another function in a thread
+async def read_headers(  # async, as FastAPI would call a plain function in a thread
     x_kv_cache: Annotated[str | None, Header(max_length=MAX_NAME_LENGTH)] = None,
     x_session_id: Annotated[str | None, Header(description=SESSION_ID)] = None,
     authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
 ) -> RequestHeaders:
+    """Return the headers of a request that concern its generation."""
     return RequestHeaders(x_kv_cache, x_session_id, authorization)
 
 
