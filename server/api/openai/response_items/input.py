@@ -124,8 +124,10 @@ def _check_input(value: Any, info: ValidationInfo) -> InputChat:
     if isinstance(value, str):
         chat.add({"role": "user", "content": value}, None, note_ignored)
         return chat
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         raise ValueError(f"should be a text, or a list of items, not {format_value(value)}")
+    if not value:
+        raise ValueError("should have 1 or more items, not 0")
     for index, item in enumerate(value):
         chat.add(item, index, note_ignored)
     return chat

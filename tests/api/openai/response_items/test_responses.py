@@ -255,7 +255,8 @@ def test_a_text_by_a_schema(qwen: ToolServer) -> None:
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
-        ({"input": []}, "input", "list of items"),
+        ({"input": []}, "input", "should have 1 or more items, not 0"),
+        ({"input": 5}, "input", "list of items"),
         ({"input": 5}, "input", "should be a text"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "parts should be"),
         ({"input": ["x"]}, "input[0]", "should be a message"),
