@@ -160,10 +160,11 @@ class Rollouts:
             saved = self._store.open()
             restored = {each.name: new for each in saved if (new := self._restore_one(each)) is not None}
         except FileInUseError as error:
-            self._begin_paused(str(error))
+            self._begin_paused(str(error), "another server uses the file with its state")
         except (DamagedFileError, ValueError, KeyError) as error:
             aside = self._store.set_aside()
-            self._begin_paused(f"it cannot be read ({error})" + (f" and is now {aside}" if aside is not None else ""))
+            problem = f"it cannot be read ({error})" + (f" and is now {aside}" if aside is not None else "")
+            self._begin_paused(problem, "the file with its state could not be read")
         else:
             for name in [name for name in self._declared if name not in restored]:
                 self._rollouts[name].begin("declared in the settings", None)
@@ -205,7 +206,7 @@ class Rollouts:
             else:
                 kept[name] = mine.settings
 
-    def _begin_paused(self, problem: str) -> None:
+    def _begin_paused(self, problem: str, reason: str) -> None:
         """Let the roll-outs of the settings wait for an operator, as their state is not known."""
         log.error(
             "the file with the state of roll-outs, %s: %s; roll-outs of the settings are paused and serve no request "
@@ -215,7 +216,7 @@ class Rollouts:
         )
         for name in self._declared:
             self._rollouts[name] = self._make_declared(name)
-            self._rollouts[name].begin_paused("the file with its state could not be read: resume it, or abort it")
+            self._rollouts[name].begin_paused(f"{reason}: resume it, or abort it")
 
     def _make_declared(self, name: str) -> Rollout:
         return self._make(name, self._declared[name], self._describe_declared(name))

@@ -144,6 +144,7 @@ def test_two_servers_do_not_overwrite_each_others_state(
     advance_to(first, 2)
     second = start(rng, file)
     assert "another server keeps its roll-outs in" in caplog.text
+    assert "another server uses the file" in second.show()["reason"]
     assert second.show()["paused"], "its state is not known: the candidate may have been rolled back"
     assert not file.with_name("rollouts.json.damaged").exists()
     second.rollouts.control("r", "abort", "key 1")
