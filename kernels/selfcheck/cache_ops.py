@@ -91,10 +91,9 @@ def _attend_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sampl
     case.write()
     for row, out in zip(LONG, case.attend(ops), strict=True):
         yield f"long texts, {row.tokens} after {row.past}", out
-    yield from _chained_samples(ops, dtype, device)
 
 
-def _chained_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+def chained_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     """Yield the outputs of a chain of launches, each of which reads what the one before it has written.
 
     Nothing waits between them, so they are wrong if the device does not run launches in order.

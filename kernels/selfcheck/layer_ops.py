@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, KVLocation, Ops, Weight
 from kernels.sampling import SamplingRow
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
+from kernels.selfcheck.cache_ops import chained_samples
 from kernels.selfcheck.op_info import EXACT, INT8_INPUTS, ROUNDING, SUMS, OpInfo, Samples, random_tensors
 from kernels.types import LayerSpec
 from kernels.weights.block_formats import FORMATS, BlockTensor
@@ -139,7 +140,7 @@ def _mlp_bytes(weights: GatedMLP, h: Tensor) -> int:
 def _forward_layers_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     """Yield (description, output) of three steps of four sequences, two with all keys and two with a ring of slots.
 
-    The two layers differ in their window, scale, norms and feed-forward width.
+    The two layers differ in their window, scale, norms and feed-forward width. Yield those of a chain of launches, too.
     """
     draw = random_tensors(device)
     specs = [LayerSpec(2, 4, 16, 16, scale=0.25), LayerSpec(2, 4, 16, 16, window=5, scale=0.3)]
@@ -165,6 +166,7 @@ def _forward_layers_samples(ops: Ops, dtype: torch.dtype, device: torch.device) 
         x = draw(2 * n, 48).to(dtype)
         out = ops.forward_layers(decoder, x, Step(ops, specs, stored))
         yield f"{step}", out[[i for i in range(2 * n) if n > 2 or i % n == 0]]
+    yield from chained_samples(ops, dtype, device)  # here, as faulty operations were replaced
 
 
 def _forward_layers_bytes(layers: DecoderLayers, x: Tensor, attention: Attention) -> int:
