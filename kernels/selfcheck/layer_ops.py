@@ -41,8 +41,9 @@ def _linear_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sampl
         yield f"{rows} rows and a bias", ops.linear(x, weight, bias)
     x, weight = (draw(rows, 140).to(dtype)[:, 5:136] for rows in (3, 37))
     yield "slices of odd widths", ops.linear(x, weight)
-    x, weight = (draw(rows, 40_000).to(dtype) for rows in (17, 16))  # some Macs' products are wrong (pytorch#193487)
-    yield "long sums", ops.linear(x, weight)
+    if device.type != "cpu":  # some Macs' products are wrong (pytorch#193487); elsewhere it would only delay the start
+        x, weight = (draw(rows, 40_000).to(dtype) for rows in (17, 16))
+        yield "long sums", ops.linear(x, weight)
 
 
 def _quantized_linear_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
