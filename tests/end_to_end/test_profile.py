@@ -102,7 +102,7 @@ def test_the_command_writes_the_trace_and_prints_the_table(
         (["--steps", "201"], "steps: should be 200 or less"),
         (["--context", "20", "--model", "x"], "--context, --model: a running server has its own"),
         (["--trace", "nowhere/at/all.json"], "there is no folder nowhere/at"),
-        (["--admin-token", "another secret"], "send the admin token"),
+        (["--admin-token", "another secret"], "the token that was sent is wrong: send the admin token"),
     ],
 )
 def test_the_command_tells_what_is_wrong(

@@ -382,9 +382,11 @@ def _check_token(authorization: str, allowed: Iterable[str], what: str) -> ApiEr
     scheme, _, token = authorization.partition(" ")
     given = token.strip().encode("latin-1")  # the bytes of the header as the client sent them
     same = [hmac.compare_digest(given, each.encode()) for each in allowed]
-    if scheme.lower() == "bearer" and any(same):
+    is_bearer = scheme.lower() == "bearer"
+    if is_bearer and any(same):
         return None
-    return ApiError(401, f"send {what}: 'Authorization: Bearer ...'", code="invalid_api_key")
+    wrong = "the token that was sent is wrong: " if is_bearer and given else ""
+    return ApiError(401, f"{wrong}send {what}: 'Authorization: Bearer ...'", code="invalid_api_key")
 
 
 def make_security_dependency(scheme: str) -> Depends:

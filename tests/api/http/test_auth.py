@@ -121,6 +121,18 @@ def test_nothing_else_opens(
     assert guarded_engine.received == []
 
 
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ({}, "send an API key of this server: 'Authorization: Bearer ...'"),
+        ({"Authorization": "Basic eA=="}, "send an API key of this server: 'Authorization: Bearer ...'"),
+        (bearer("x"), "the token that was sent is wrong: send an API key of this server: 'Authorization: Bearer ...'"),
+    ],
+)
+def test_a_wrong_token_is_called_wrong(locked: httpx.Client, sent: dict[str, str], message: str) -> None:
+    assert error_of(locked.get("/v1/models", headers=sent))["message"] == message
+
+
 def test_openai_raises_its_authentication_error(guarded: Api) -> None:
     with (
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="sk-wrong-secret", max_retries=0) as client,
