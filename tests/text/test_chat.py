@@ -186,6 +186,25 @@ def test_an_answer_without_content_has_an_empty_one() -> None:
     assert chat.render_strict(cut) == "user:u|assistant:|user:u|"
 
 
+CALL = {"id": "a", "type": "function", "function": {"name": "get_time", "arguments": {"zone": "CET"}}}
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": "I look."}])
+def test_tool_calls_that_the_template_would_leave_out_are_refused(content: dict[str, Any]) -> None:
+    """SmolLM2's adds the content to a text, and looks for nothing else."""
+    source = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '|' }}{% endfor %}"
+    chat = ChatTemplate({"default": source}, {})
+    messages: Messages = [USER, {"role": "assistant", "tool_calls": [CALL]} | content, {"role": "tool", "content": "9"}]
+    with pytest.raises(ChatTemplateError, match="no place for tool_calls, .* leave tool_calls out, or use a model"):
+        chat.render_strict(messages)
+    assert chat.render_strict([USER, {"role": "assistant", "tool_calls": []} | content, USER]).endswith("<user>u|")
+
+
+def test_a_template_that_writes_whole_messages_writes_tool_calls() -> None:
+    chat = ChatTemplate({"default": "{% for m in messages %}{{ m | tojson }}{% endfor %}"}, {})
+    assert '"zone": "CET"' in chat.render_strict([USER, {"role": "assistant", "tool_calls": [CALL]}, USER])
+
+
 @pytest.mark.parametrize("template", ["llama3", "qwen3", "smollm3"])
 def test_a_template_that_writes_any_role_takes_any(template: str) -> None:
     chat = ChatTemplate({"default": TEMPLATES[template]}, {"bos_token": "<s>"})

@@ -59,11 +59,16 @@ def find_call_style(render: Callable[..., str], write: Write | None) -> CallStyl
     """
     styles = [CallStyle(as_text, content) for as_text in (False, True) for content in CONTENTS]
     styles += [] if write is None else [CallStyle(write=write)]
-    style = next((style for style in styles if _is_written(_render_probe(render, style))), CallStyle())
-    if _is_written(_render_probe(render, style, TEXT)):
+    style = next((style for style in styles if writes_calls(render, style)), CallStyle())
+    if writes_calls(render, style, TEXT):
         return style
     splitting = style._replace(splits=True)
-    return splitting if _is_written(_render_probe(render, splitting, TEXT)) else style
+    return splitting if writes_calls(render, splitting, TEXT) else style
+
+
+def writes_calls(render: Callable[..., str], style: CallStyle, text: str = "") -> bool:
+    """Return whether a template writes a tool call that is given in this form, beside `text` if there is one."""
+    return _is_written(_render_probe(render, style, text))
 
 
 def _render_probe(render: Callable[..., str], style: CallStyle, text: str = "") -> str:

@@ -19,7 +19,7 @@ import jinja2
 from jinja2.meta import find_undeclared_variables
 
 from config.errors import SettingsError
-from server.text.chat.call_style import CallStyle, find_call_style
+from server.text.chat.call_style import CallStyle, find_call_style, writes_calls
 from server.text.chat.environment import find_compared_texts, make_environment, reads_content_parts
 from server.text.chat.messages import END_MARK, SYSTEM_ROLES, Message, append_mark, join_parts, mark_end, simplify
 from server.text.errors import ChatTemplateError, TextTooLong, shorten_message
@@ -129,7 +129,12 @@ class ChatTemplate:
         """
         tools, documents = options.get("tools"), options.get("documents")
         template = self._get_template(with_tools=tools is not None)
-        places = (("tools", tools, template.takes_tools), ("documents", documents, "documents" in template.variables))
+        calls = any(message.get("tool_calls") for message in messages)
+        places = (
+            ("tools", tools, template.takes_tools),
+            ("documents", documents, "documents" in template.variables),
+            ("tool_calls", calls, not calls or template.takes_calls),
+        )
         for name, given, has_place in places:
             if given and not has_place:
                 raise ChatTemplateError(
@@ -240,6 +245,11 @@ class _Template:
         if family is None or not family.writes_calls or family.form is None:
             return find_call_style(self._template.render, None)
         return find_call_style(self._template.render, family.form.write_list)
+
+    @cached_property
+    def takes_calls(self) -> bool:
+        """Whether the template writes an assistant's tool calls, as far as can be seen."""
+        return "tool_calls" in self._source or writes_calls(self._template.render, self._call_style)
 
     @cached_property
     def takes_tools(self) -> bool:
