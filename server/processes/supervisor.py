@@ -284,7 +284,8 @@ class Supervisor:
     def _stop(self, outcome: int) -> int:
         """Stop the workers, then the engine, which the workers' requests need until then; return the exit code.
 
-        The controller of roll-outs ends last, as it counts the last requests.
+        The controller of roll-outs ends last, as it counts the last requests; it is asked before the engine, so that
+        it expects the engine's end.
         """
         for listener in (self._listener, self._metrics_listener):
             if listener is not None:
@@ -293,12 +294,12 @@ class Supervisor:
             log.info("stopping, once running requests have finished; Ctrl-C again stops at once")
         worker_grace = self._settings.drain_seconds + self._timing.worker_margin
         engine_grace = self._timing.engine_grace
-        for group, grace in (
-            (self._workers, worker_grace),
-            ([self._engine], engine_grace),
-            (self._rollouts, engine_grace),
+        for asked, group, grace in (
+            (self._workers, self._workers, worker_grace),
+            ([*self._rollouts, self._engine], [self._engine], engine_grace),
+            ([], self._rollouts, engine_grace),
         ):
-            for child in group:
+            for child in asked:
                 child.request_stop()
             if not self._wait_for_exit(group, grace):
                 return INTERRUPTED

@@ -6,7 +6,6 @@ It does not end with the engine or the API workers: roll-outs go on when the eng
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -41,7 +40,7 @@ UPDATE_SECONDS = 0.1  # between two looks at new samples, and whether a stage ha
 
 
 def run(settings: Settings, socket_path: str, heartbeat: Heartbeat) -> None:
-    """Control the roll-outs of the engine at `socket_path` until STOP_SIGNAL."""
+    """Control the roll-outs of the engine at `socket_path` until STOP_SIGNAL has come and the engine has ended."""
     clock = ServingClock()
     rollouts = Rollouts(settings, RolloutStore(choose_rollouts_file(settings)), clock)
     rollouts.restore()
@@ -52,17 +51,15 @@ def run(settings: Settings, socket_path: str, heartbeat: Heartbeat) -> None:
 
 
 async def control(controller: Controller, socket_path: str | os.PathLike[str], heartbeat: Heartbeat) -> None:
-    """Exchange messages with the engine until STOP_SIGNAL."""
-    stopping = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(STOP_SIGNAL, stopping.set)
+    """Exchange messages with the engine until STOP_SIGNAL has come and the engine has ended."""
     socket = EngineSocket(socket_path, lambda event: _send(socket, controller.handle(event)), controller.disconnect)
+    asyncio.get_running_loop().add_signal_handler(STOP_SIGNAL, socket.finish)
     connecting = asyncio.create_task(socket.stay_connected())
-    while not stopping.is_set():
+    while not connecting.done():
         heartbeat.beat()
         _send(socket, controller.update())
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), UPDATE_SECONDS)
-    connecting.cancel()
+        await asyncio.wait([connecting], timeout=UPDATE_SECONDS)
+    connecting.result()
 
 
 def _send(socket: EngineSocket, messages: list[ToEngine]) -> None:

@@ -201,6 +201,18 @@ def test_roll_outs_go_on_whichever_process_is_killed(tmp_path: Path, file: str) 
         assert server.metric("kvmux_rollout_state", rollout="good", state="canary") == 1
 
 
+def test_a_server_that_stops_does_not_miss_its_engine(tmp_path: Path) -> None:
+    rollout = {"from": "paged", "to": "int8", "shadow": "30%", "canary": ["100%"], "guard": GUARD}
+    with serving_in(tmp_path) as server:
+        command(server, "/v1/rollouts", name="good", **rollout)
+        eventually(lambda: show(server, "good")["state"] == "shadow")
+        server.process.terminate()
+        server.process.wait(PATIENCE)
+        printed = server.output.read_text()
+    assert "stopping, once running requests have finished" in printed
+    assert "WARNING" not in printed
+
+
 def find_child(server: Server, name: str) -> psutil.Process | None:
     """Return the server's process of this name, if it runs."""
     children = server.process.children()

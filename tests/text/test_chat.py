@@ -195,7 +195,7 @@ def test_tool_calls_that_the_template_would_leave_out_are_refused(content: dict[
     source = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '|' }}{% endfor %}"
     chat = ChatTemplate({"default": source}, {})
     messages: Messages = [USER, {"role": "assistant", "tool_calls": [CALL]} | content, {"role": "tool", "content": "9"}]
-    with pytest.raises(ChatTemplateError, match="no place for tool_calls, .* leave tool_calls out, or use a model"):
+    with pytest.raises(ChatTemplateError, match=r"no place for tool_calls, .* leave tool_calls out, or use a model"):
         chat.render_strict(messages)
     assert chat.render_strict([USER, {"role": "assistant", "tool_calls": []} | content, USER]).endswith("<user>u|")
 

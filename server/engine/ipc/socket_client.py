@@ -145,6 +145,7 @@ class EngineSocket:
         self._dispatch = dispatch
         self._on_lost = on_lost
         self._connection: _Connection | None = None
+        self._is_finishing = False
 
     def send(self, *messages: ToEngine) -> bool:
         """Send messages in one write; return False, and send none, if there is no connection or it has just ended."""
@@ -153,9 +154,13 @@ class EngineSocket:
         self._connection.transport.write(b"".join(map(encode_message, messages)))
         return True
 
+    def finish(self) -> None:
+        """Connect no more: `stay_connected` returns when there is no connection, or the present one has ended."""
+        self._is_finishing = True
+
     async def stay_connected(self) -> None:
-        """Connect, and pass on events, for ever."""
-        while True:
+        """Connect, and pass on events, until `finish` is called."""
+        while not self._is_finishing:
             try:
                 _, connection = await asyncio.get_running_loop().create_unix_connection(
                     lambda: _Connection(self._dispatch), self._path
@@ -171,7 +176,8 @@ class EngineSocket:
         """Receive events until the connection ends."""
         try:
             await connection.closed
-            log.warning("the engine hung up; connecting again")
+            if not self._is_finishing:
+                log.warning("the engine hung up; connecting again")
         except (WireError, OSError) as error:
             log.warning("the connection to the engine broke: %s; connecting again", error)
         finally:

@@ -23,7 +23,7 @@ from server.engine.ipc.server import (
     encode_events,
     make_message_decoder,
 )
-from server.engine.ipc.socket_client import SocketClient, encode_message, make_event_decoder
+from server.engine.ipc.socket_client import EngineSocket, SocketClient, encode_message, make_event_decoder
 from server.processes import framing
 from server.processes.framing import WireError
 from tests.api.fake_engine import HELLO
@@ -263,6 +263,29 @@ def test_a_lost_engine_ends_everything_at_once(socket_path: Path) -> None:
                 await ready(client)
 
     asyncio.run(asyncio.wait_for(use(), PATIENCE))
+
+
+@pytest.mark.parametrize("expected", [True, False])
+def test_a_connection_that_is_the_last_ends_without_a_warning(
+    socket_path: Path, caplog: pytest.LogCaptureFixture, expected: bool
+) -> None:
+    async def use() -> None:
+        lost = asyncio.Event()
+        greeted = asyncio.Event()
+        link = EngineSocket(socket_path, lambda _: greeted.set(), lost.set)
+        staying = asyncio.create_task(link.stay_connected())
+        with EngineServer(socket_path, HELLO):
+            await greeted.wait()
+            if expected:
+                link.finish()
+                assert link.send(Cancel("r-0")), "the connection is still of use"
+        await lost.wait()
+        if not expected:
+            link.finish()
+        await staying
+
+    asyncio.run(asyncio.wait_for(use(), PATIENCE))
+    assert ("the engine hung up; connecting again" in caplog.messages) is not expected
 
 
 def drained(server: EngineServer) -> list[tuple[int, object]]:
