@@ -28,6 +28,7 @@ from kernels.arguments import (
 )
 from kernels.composite import CompositeOps
 from kernels.ops import PackedWeight, Weight
+from kernels.products import multiply
 from kernels.reference.attention import TiledAttention
 from kernels.reference.block_selection import select_blocks
 from kernels.store import KVStore, Plane
@@ -35,9 +36,6 @@ from kernels.types import LayerSpec, Slots
 from kernels.weights.quantization import count_tile_rows
 from kernels.weights.stored import ConcatenatedWeight, QuantizedWeight, StoredWeight, dequantize_weight
 
-# Maximum number of products that are summed at once: torch 2.13 gets longer sums wrong on M1 and M2 (pytorch#193487,
-# pytorch#195163).
-MAX_SUMMED = 32_766
 MIN_SCALE = 1e-30  # least divisor in quantizing, so that a vector of zeros is not divided by 0
 
 
@@ -83,7 +81,7 @@ class ReferenceOps(CompositeOps):
             # the numbers after it, so a NaN in the next row would spread.
             wide = F.linear(multiplied.float(), weight.float(), None if bias is None else bias.float())
             return wide.to(weight.dtype).to(x.dtype)
-        return _multiply(multiplied, weight, bias).to(x.dtype)
+        return multiply(multiplied, weight, bias).to(x.dtype)
 
     def _quantized_linear(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         """Multiply by a quantized weight: dequantize a few rows at a time to float32, which stay in the cache.
@@ -228,17 +226,6 @@ class ReferenceOps(CompositeOps):
 
     def select_blocks(self, out: Tensor, q: Tensor, summaries: Tensor, candidates: Tensor, counts: Tensor) -> None:
         select_blocks(out, q, summaries, candidates, counts)
-
-
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return torch's `linear`; on an accelerator, long sums are computed in parts of at most MAX_SUMMED products."""
-    if x.device.type == "cpu" or x.shape[1] <= MAX_SUMMED:
-        return F.linear(x, weight, bias)
-    parts = zip(x.split(MAX_SUMMED, 1), weight.split(MAX_SUMMED, 1), strict=True)
-    out = F.linear(*next(parts), bias)
-    for part in parts:
-        out += F.linear(*part)
-    return out
 
 
 def _copy_repeated(columns: Tensor, x: Tensor) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import Attention
+from kernels.products import MAX_SUMMED, multiply
 from kernels.types import LayerSpec
 from server.models.base import ForwardStepMixin
 from server.models.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelInfo
@@ -150,7 +151,27 @@ def _load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> An
             f"{directory} is incomplete, or config.json is of another model: {lacking[0]} is missing or has another "
             f"shape (tensors with such faults: {len(lacking)})"
         )
+    _replace_long_linear_layers(model)
     return model.to(device).eval().requires_grad_(False)
+
+
+def _replace_long_linear_layers(model: nn.Module) -> None:
+    """Replace the linear layers whose sums are too long for some accelerators by layers that compute them in parts."""
+    for parent in [*model.modules()]:
+        for name, layer in parent.named_children():
+            if type(layer) is nn.Linear and layer.in_features > MAX_SUMMED:
+                setattr(parent, name, _LinearInParts(layer))
+
+
+class _LinearInParts(nn.Module):
+    """A linear layer that sums no more products at once than accelerators compute rightly; see `multiply`."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return multiply(x, self.weight, self.bias)
 
 
 def _check_size(directory: Path, numbers: int) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen2Config
 
 from cache_strategies.scorers import BUILTIN
 from tests.engine.devices import DEVICES
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
+from tests.models.random_models import CONFIGS, save_random_model
 
 EXACT = strategies(
     blocks_of_7={"kind": "paged", "block_size": 7},
@@ -88,3 +90,16 @@ def test_models_that_transformers_computes_generate_the_tokens_of_the_cpu(device
     instances = ["contiguous", "paged", *EXACT]
     options: dict[str, Any] = {"strategies": EXACT, "model_impl": "transformers"}
     assert generate(tiny, instances, device=device, **options) == generate(tiny, instances, device="cpu", **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_that_transformers_computes_may_sum_more_than_torch_can_on_some_macs(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"num_hidden_layers": 1, "layer_types": None, "intermediate_size": 40_000}
+    monkeypatch.setitem(CONFIGS, "wide", Qwen2Config(**(CONFIGS["qwen2"].to_dict() | shape)))
+    save_random_model("wide", tmp_path)
+    options: dict[str, Any] = {"model_impl": "transformers"}
+    assert generate(tmp_path, ["paged"], device=device, **options) == generate(
+        tmp_path, ["paged"], device="cpu", **options
+    )
