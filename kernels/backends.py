@@ -79,11 +79,14 @@ class CheckedOps(NamedTuple):
         return self.backend + (f", plain torch for {', '.join(self.faulty_ops)}" if self.faulty_ops else "")
 
 
-def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> CheckedOps:
+def load_ops(
+    device: Device, dtype: torch.dtype, *, reference: bool = False, names: frozenset[str] = frozenset(OP_NAMES)
+) -> CheckedOps:
     """Return the fastest operations for `device`; those that fail their check in `dtype` are replaced, and logged.
 
-    `reference`: return plain torch instead. Raises KernelsMissing for an emulated device if the emulator is missing, or
-    has no kernels for `dtype`: plain torch is used there on request only.
+    `names` are the operations that will be used: no others are checked. `reference`: return plain torch instead. Raises
+    KernelsMissing for an emulated device if the emulator is missing, or has no kernels for `dtype`: plain torch is used
+    there on request only.
     """
     if device.is_emulated:
         metal.register_emulated_device()
@@ -94,7 +97,7 @@ def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> 
     reason = f"they do not compute in {dtype}"
     for backend in list_backends(device.name) if dtype in DTYPES else ():
         if backend.missing is None:
-            return _check_backend(backend, dtype)
+            return _check_backend(backend, dtype, names)
         reason = backend.missing
         log.debug("the backend %s cannot be loaded: %s", backend.name, reason)
     if device.is_emulated:
@@ -115,10 +118,10 @@ def _one_thread() -> Iterator[None]:
 
 
 @cache  # so that a backend is checked only once per process and dtype
-def _check_backend(backend: Backend, dtype: torch.dtype) -> CheckedOps:
+def _check_backend(backend: Backend, dtype: torch.dtype, names: frozenset[str]) -> CheckedOps:
     ops = backend.load()
     with _one_thread():
-        verdicts = check_ops(ops, dtype, backend.device.tensors)
+        verdicts = check_ops(ops, dtype, backend.device.tensors, names)
     for verdict in verdicts:
         if verdict.fault is not None:
             log.error(

@@ -6,13 +6,14 @@ kernels/backends.py calls this and logs the results.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from kernels.composite import CompositeOps
-from kernels.ops import SINGLE_OPS, Attention, DecoderLayers, Ops
+from kernels.ops import OP_NAMES, SINGLE_OPS, Attention, DecoderLayers, Ops
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
 from kernels.selfcheck.op_db import OPS
@@ -27,11 +28,13 @@ class Verdict(NamedTuple):
     fault: str | None  # what is wrong, in words; None if nothing is
 
 
-def check_ops(ops: Ops, dtype: torch.dtype, device: torch.device) -> list[Verdict]:
-    """Check the operations of a backend; return a verdict for each row of the table OPS."""
+def check_ops(ops: Ops, dtype: torch.dtype, device: torch.device, names: Collection[str] = OP_NAMES) -> list[Verdict]:
+    """Check the operations of a backend that have these names; return a verdict for each of their rows in OPS."""
     reference = ReferenceOps()
     verdicts: list[Verdict] = []
     for op in OPS:  # forward_layers comes last, and is checked with the failed operations replaced
+        if op.name not in names:
+            continue
         verdicts.append(
             _check_op(op, replace_faulty(ops, verdicts) if op is FORWARD_LAYERS else ops, reference, dtype, device)
         )
@@ -40,7 +43,7 @@ def check_ops(ops: Ops, dtype: torch.dtype, device: torch.device) -> list[Verdic
 
 def replace_faulty(ops: Ops, verdicts: list[Verdict]) -> Ops:
     """Return the operations of a backend; those with a fault are replaced by the reference's."""
-    broken = {op.name for op, verdict in zip(OPS, verdicts, strict=False) if verdict.fault is not None}
+    broken = {verdict.op.partition(".")[0] for verdict in verdicts if verdict.fault is not None}
     return cast("Ops", _MixedOps(ops, ReferenceOps(), broken)) if broken else ops
 
 

@@ -27,6 +27,7 @@ from config.sizes import parse_bytes
 from kernels.backends import CheckedOps, load_ops
 from kernels.device import Device, KernelsMissing, get_device
 from kernels.ops import Ops
+from kernels.sampling import Sample
 from kernels.selfcheck.check_memory import find_memory_fault
 from kernels.tracing import Tracer, trace_ops
 from server.engine.calls import CallObserver
@@ -146,8 +147,8 @@ def build_engine(
     shadows, fallbacks = Shadows(scheduler), Fallbacks(isolation, scheduler)
     scheduler.release_spare = shadows.release_one
     factory = RequestFactory(selector, isolation, fallbacks, memory, scheduler, model.info.eos_ids, grammars)
-    host = ops if device.tensors.type == "cpu" else _load_kernels(settings, get_device("cpu"), dtype).ops
-    runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample, host.sample), tracer)
+    host_sample = ops.sample if device.tensors.type == "cpu" else _load_host_sample(settings, dtype)
+    runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample, host_sample), tracer)
     waiting = WaitingForGrammars(grammars, limits.max_queued_requests)
     core = Core(runner, isolation, memory, scheduler, factory, [waiting, shadows, fallbacks, rollouts, *extensions])
     name, *aliases = settings.model_names
@@ -192,6 +193,12 @@ def _load_kernels(settings: Settings, device: Device, dtype: torch.dtype) -> Che
         return load_ops(device, dtype, reference=settings.kernels == "reference")
     except KernelsMissing as error:
         raise SettingsError(f"device {device.name!r} is not usable here: {error}") from None
+
+
+def _load_host_sample(settings: Settings, dtype: torch.dtype) -> Sample:
+    """Return `Ops.sample` of the CPU, which an accelerator's rows are drawn with; only this operation is checked."""
+    cpu = get_device("cpu")
+    return load_ops(cpu, dtype, reference=settings.kernels == "reference", names=frozenset({"sample"})).ops.sample
 
 
 @contextmanager

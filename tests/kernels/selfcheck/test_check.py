@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from kernels.cpu.instruction_sets import INSTRUCTION_SETS
 from kernels.device import KernelsMissing, device_of
 from kernels.ops import DTYPES, NO_OPERATIONS, OP_NAMES, Ops
 from kernels.reference.backend import ReferenceOps
-from kernels.selfcheck.check import check_ops, replace_faulty
+from kernels.selfcheck.check import Verdict, check_ops, replace_faulty
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
 from kernels.selfcheck.op_db import OPS
 from server.engine.info import make_engine_info, summarize_engine
@@ -101,6 +101,13 @@ def test_the_reference_takes_the_place_of_what_is_faulty() -> None:
     assert good.batch_invariant_head_dim == 0, "of two backends together, not even one number is promised"
 
 
+def test_operations_that_are_not_used_are_not_checked() -> None:
+    verdicts = check_ops(Off("rope"), torch.float32, CPU, {"sample", "rope"})
+    assert {verdict.op: verdict.fault is not None for verdict in verdicts} == {"rope": False, "sample": True}
+    good = replace_faulty(Off("rope"), verdicts)
+    assert [verdict.fault for verdict in check_ops(good, torch.float32, CPU, {"sample", "rope"})] == [None, None]
+
+
 class Raising(ReferenceOps):
     def attend(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no such instruction")
@@ -123,6 +130,25 @@ def test_a_server_with_a_broken_kernel_says_so_and_answers_rightly(
     found = make_engine_info(driver.engine)
     assert found.fallback_ops == ["attend"]
     assert (found.backends["attend"], found.backends["rope"]) == ("reference", "cpu-broken")
+
+
+def test_of_the_cpus_kernels_an_accelerator_checks_the_one_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[tuple[torch.device, set[str]]] = []
+
+    def check(ops: Ops, dtype: torch.dtype, device: torch.device, names: Collection[str] = OP_NAMES) -> list[Verdict]:
+        checked.append((device, {*names}))
+        return []
+
+    monkeypatch.setattr(loading, "check_ops", check)
+    loading._check_backend.cache_clear()
+    try:
+        Driver(Path("tiny"), device="metal-emulated", kv_memory="12MiB")
+    finally:
+        loading._check_backend.cache_clear()
+    assert [(device.type, names) for device, names in checked] == [
+        ("privateuseone", {*OP_NAMES}),
+        ("cpu", {"sample"}),
+    ]
 
 
 def test_without_a_library_plain_torch_is_used_and_told(
