@@ -114,6 +114,7 @@ def _run(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if operation is torch.ops.aten._has_compatible_shallow_copy_type.default:  # called when a module moves
         return len({type(each) for each in tensors}) == 1
     _check_devices(operation, tensors)
+    _check_copy(operation, args, kwargs)
     _check_product(operation, tensors)
     match MpsKernel.OWN if operation._schema.name in _COPIES else find_mps_kernel(operation):
         case MpsKernel.MISSING:
@@ -123,8 +124,16 @@ def _run(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     to = kwargs.get("device")
     on_device = to.type == DEVICE.type if to is not None else any(isinstance(each, DeviceTensor) for each in tensors)
     host_args, host_kwargs = tree_map(_to_host, (tuple(args), dict(kwargs)))
+    if operation._schema.name == "aten::argmax":  # passes over NaN
+        host_args = (host_args[0].nan_to_num(-torch.inf, torch.inf, -torch.inf), *host_args[1:])
     result = operation(*host_args, **host_kwargs)
     return tree_map(_to_device, result) if on_device else result
+
+
+def _check_copy(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise RuntimeError for a copy after which the host's tensor is still read, when it may have changed."""
+    if operation._schema.name in _COPIES and (kwargs.get("non_blocking") or args[2:] == (True,)):
+        raise RuntimeError(f"{operation}: non_blocking copies read their source later, when it may have changed")
 
 
 def _check_product(operation: Any, tensors: Sequence[Tensor]) -> None:

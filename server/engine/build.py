@@ -102,7 +102,7 @@ def build_engine(
     instances = registry.resolve_instances(usable)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, info.dtype, device)
-    limit_memory(device.tensors)
+    limit_memory(device)
     kernels = _load_kernels(settings, device, dtype)
     max_seq_len = _choose_max_seq_len(settings, info)
     tracer = Tracer()
@@ -122,7 +122,7 @@ def build_engine(
     max_step_scores = max(1, MAX_STEP_LOGITS // model.info.vocab_size)
     if device.tensors.type != "cpu":
         _warm_up(settings, model, max_num_batched_tokens, max_step_scores)
-    memory, caches = _make_kv_memory(settings, instances, geometry, ops, device.tensors, directory)
+    memory, caches = _make_kv_memory(settings, instances, geometry, ops, device, directory)
     if settings.deterministic:
         _check_chunk_invariant(caches)
     with _translate_oom_errors(f"KV memory of {memory.total_bytes} bytes", "lower kv_memory"):
@@ -162,13 +162,13 @@ def _make_kv_memory(
     instances: Sequence[DeclaredInstance],
     geometry: Geometry,
     ops: Ops,
-    device: torch.device,
+    device: Device,
     directory: Path,
 ) -> tuple[Memory, Mapping[str, KVCache]]:
     """Make the KV memory and the caches that share it. Raises SettingsError if memory does not suffice."""
     total = _choose_kv_bytes(settings, instances, geometry, device)
     with _translate_oom_errors(f"KV memory of {total} bytes", "lower kv_memory"):
-        memory = make_memory(total, device, partial(free_memory, device))
+        memory = make_memory(total, device.tensors, partial(free_memory, device))
         return memory, registry.build_caches(instances, geometry, memory, ops, str(directory))
 
 
@@ -319,13 +319,13 @@ def _choose_max_seq_len(settings: Settings, info: ModelInfo) -> int:
 
 
 def _choose_kv_bytes(
-    settings: Settings, instances: Sequence[DeclaredInstance], geometry: Geometry, device: torch.device
+    settings: Settings, instances: Sequence[DeclaredInstance], geometry: Geometry, device: Device
 ) -> int:
     """Return the bytes of the KV memory. Raises SettingsError if they do not suffice.
 
     kv_memory=auto takes a share of the free memory, and at most what max_num_seqs sequences can fill.
     """
-    round_block = find_space(device).round_block
+    round_block = find_space(device.tensors).round_block
     least = registry.compute_least_bytes(instances, geometry, round_block)
     if settings.kv_memory == "auto":
         most = settings.max_num_seqs * registry.compute_sequence_bytes(instances, geometry, round_block)

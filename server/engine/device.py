@@ -33,17 +33,36 @@ WEIGHT_FORMATS = {
 
 
 def choose_device(name: str) -> Device:
-    """Return the device of a name; "auto" is the first of cuda, mps and cpu that torch can use.
+    """Return the device of a name; "auto" is the first of cuda, mps and cpu on which torch can allocate memory.
 
     Raises SettingsError if torch cannot use the device on this machine.
     """
-    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = [*_list_accelerators(), "cpu"]
     if name == "auto":
-        name = next(device for device, is_usable in usable.items() if is_usable)
-    if name not in EMULATED_DEVICES and not usable[name]:
-        available = ", ".join(device for device, is_usable in usable.items() if is_usable)
-        raise SettingsError(f"device {name!r} is not usable here; torch offers {available}")
+        return next(device for device in map(get_device, available) if _can_allocate(device))
+    if name not in (*EMULATED_DEVICES, *available):
+        raise SettingsError(f"device {name!r} is not usable here; torch offers {', '.join(available)}")
     return get_device(name)
+
+
+def _list_accelerators() -> list[str]:
+    """Return the names of this machine's accelerators, as torch tells them."""
+    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    return [name for name, is_usable in usable.items() if is_usable]
+
+
+def _can_allocate(device: Device) -> bool:
+    """Return whether torch can allocate on a device that it says is available; virtual Macs have an mps without memory.
+
+    A failure is logged.
+    """
+    try:
+        limit_memory(device)
+        torch.zeros(1, device=device.tensors)
+    except (RuntimeError, AssertionError) as error:  # torch raises either for a device that it cannot use
+        log.warning("torch cannot allocate memory on %s, so another device is taken: %s", device.name, error)
+        return False
+    return True
 
 
 def choose_dtype(name: str, checkpoint: str, device: Device) -> torch.dtype:
@@ -103,12 +122,12 @@ def choose_max_batched_tokens(setting: int | None, device: Device) -> int:
 
 
 # -------------------------------------------------------------------- memory
-def device_memory(device: torch.device) -> DeviceMemory:
+def device_memory(device: Device) -> DeviceMemory:
     """Return how much of a device's memory all processes (on mps: this one) use now, and how much is free, in bytes."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+    if device.name == "cuda":
+        free, total = torch.cuda.mem_get_info(device.tensors)
         return DeviceMemory(total - free, free)
-    if device.type == "mps":
+    if device.name == "mps":
         used = torch.mps.driver_allocated_memory()
         return DeviceMemory(used, max(0, torch.mps.recommended_max_memory() - used))
     machine, limit = psutil.virtual_memory(), read_memory_limit()
@@ -117,21 +136,21 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(machine.total - machine.available, machine.available)
 
 
-def free_memory(device: torch.device) -> int:
+def free_memory(device: Device) -> int:
     """Return the number of bytes that may be allocated now.
 
     On mps a margin stays free: macOS may panic if Metal runs out of memory.
     """
     free = device_memory(device).free
-    return max(0, free - METAL_MARGIN) if device.type == "mps" else free
+    return max(0, free - METAL_MARGIN) if device.name == "mps" else free
 
 
-def limit_memory(device: torch.device) -> None:
+def limit_memory(device: Device) -> None:
     """Let torch allocate on mps no more memory than Metal recommends; by default torch allows 1.7 times as much.
 
     The low watermark, from which on torch commits more often, must not be above: torch's is 1.4 times as much. torch
     reads it when it allocates for the first time.
     """
-    if device.type == "mps":
+    if device.name == "mps":
         os.environ.setdefault("PYTORCH_MPS_LOW_WATERMARK_RATIO", "1.0")
         torch.mps.set_per_process_memory_fraction(1.0)

@@ -211,7 +211,7 @@ def read_engine_state(engine: Engine, processes: Mapping[Role, int]) -> EngineSt
         pool_held=memory.held_bytes,
         pool_warm=max(0, memory.space.warm_bytes - memory.held_bytes),
         pool_cold=max(0, memory.total_bytes - max(memory.space.warm_bytes, memory.held_bytes)),
-        device_memory=device_memory(core.model.device),
+        device_memory=device_memory(engine.device),
         process_memory=processes,
         rollouts=engine.rollouts.states,
         shadow_pairs=engine.rollouts.pairs,

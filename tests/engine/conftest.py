@@ -1,4 +1,4 @@
-"""Fixtures of the engine's tests: a tiny random model on disk, its expected texts, a fake MPS device."""
+"""Fixtures of the engine's tests: a tiny random model on disk, its expected texts, an emulated Mac."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
-from kernels import backends as loading
-from server.engine import build
+from tests.engine.emulated_mps import DeviceUse, emulated_mps
 from tests.engine.expected_tokens import Reference
-from tests.engine.fake_mps import FakeMps, install
-from tests.engine.sync_free_ops import SyncFreeOps
 from tests.models.random_models import CONFIGS, load_decoder, save_random_model
 
 
@@ -36,17 +33,10 @@ def tiny_windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMps]:
-    """Install a fake MPS device, whose operations never synchronize."""
-    fake = FakeMps()
-    install(monkeypatch, fake)
-    monkeypatch.setattr(loading, "BACKENDS", {"metal": ("mps", SyncFreeOps)})
-    monkeypatch.setattr(loading, "check_ops", lambda *_: [])  # they know no padding
-    monkeypatch.setattr(build, "find_memory_fault", lambda *_: None)  # takes seconds with emulated tensors
-    loading._check_backend.cache_clear()
-    with fake:
-        yield fake
-    loading._check_backend.cache_clear()
+def mps() -> Iterator[DeviceUse]:
+    """Let `device=mps` be the emulated device; yield what is asked of it."""
+    with emulated_mps() as use:
+        yield use
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from cache_strategies.base import KVSequence
 from config import settings as configured
@@ -140,8 +141,31 @@ def test_a_device_that_torch_does_not_offer_is_refused(tiny: Path, monkeypatch: 
 def test_auto_takes_the_fastest_device(monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, best: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    monkeypatch.setattr(torch.mps, "set_per_process_memory_fraction", lambda _: None)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.empty(0))
     assert choose_device("auto") == device_of(best)
     assert choose_device("cpu") == device_of("cpu")
+
+
+def test_auto_passes_over_a_device_without_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a virtual Mac, whose mps is available."""
+    zeros = torch.zeros
+
+    def allocate(*size: int, device: torch.device) -> Tensor:
+        if device.type == "mps":
+            raise RuntimeError("MPS backend out of memory")
+        return zeros(*size, device=device)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "set_per_process_memory_fraction", lambda _: None)
+    monkeypatch.setattr(torch, "zeros", allocate)
+    assert choose_device("auto") == device_of("cpu")
+    assert caplog.messages == [
+        "torch cannot allocate memory on mps, so another device is taken: MPS backend out of memory"
+    ]
 
 
 def test_every_device_that_can_be_set_is_one() -> None:

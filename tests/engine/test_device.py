@@ -32,11 +32,9 @@ from server.engine.device import (
 )
 from server.engine.info import make_engine_info, summarize_engine
 from server.models.decoder import Decoder
+from tests.engine.emulated_mps import MPS, DeviceUse
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.engine.fake_mps import FakeMps
-
-MPS = torch.device("mps")
 
 
 class Emulated(ReferenceOps):
@@ -113,7 +111,7 @@ def test_it_computes_in_the_checkpoints_own_type_and_in_steps_for_a_cpu() -> Non
 def test_mps_without_kernels_uses_plain_torch_and_says_so(
     tiny: Path,
     reference: Reference,
-    mps: FakeMps,
+    mps: DeviceUse,
     backends: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -138,18 +136,18 @@ def test_torch_is_told_to_take_no_more_than_metal_recommends(monkeypatch: pytest
     told: list[float] = []
     monkeypatch.setattr(torch.mps, "set_per_process_memory_fraction", told.append)
     for device in ("cpu", "mps"):
-        limit_memory(torch.device(device))
+        limit_memory(get_device(device))
     assert told == [1.0]
 
 
-def test_kv_memory_beyond_it_is_refused(tiny: Path, mps: FakeMps) -> None:
+def test_kv_memory_beyond_it_is_refused(tiny: Path, mps: DeviceUse) -> None:
     free = free_memory(MPS)
     with pytest.raises(SettingsError, match=f"kv_memory is 5GiB, but only {free} bytes of memory are free: lower it"):
         Driver(tiny, device="mps", kv_memory="5GiB")
 
 
 def test_the_kv_memory_is_a_share_of_what_weights_and_the_largest_step_leave(
-    tiny: Path, mps: FakeMps, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, mps: DeviceUse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[str] = []
     for name in ("limit_memory", "load_model", "run_dummy_step", "free_memory", "make_memory"):
@@ -166,7 +164,7 @@ def _noted(taken: list[str], name: str, function: Callable[..., Any], *args: Any
 
 
 def test_no_step_is_larger_than_the_one_that_was_rehearsed(
-    tiny: Path, mps: FakeMps, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, mps: DeviceUse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[int, int]] = []  # tokens, rows of logits
     forward = Decoder.forward
@@ -203,7 +201,7 @@ def test_no_step_is_larger_than_the_one_that_was_rehearsed(
     ],
 )
 def test_what_does_not_fit_is_told_with_what_to_change(
-    tiny: Path, mps: FakeMps, monkeypatch: pytest.MonkeyPatch, what: str, torch_says: str, message: str
+    tiny: Path, mps: DeviceUse, monkeypatch: pytest.MonkeyPatch, what: str, torch_says: str, message: str
 ) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError(torch_says)

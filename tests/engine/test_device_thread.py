@@ -19,9 +19,9 @@ from server.engine.ipc.messages import Clear, Inspect, SamplingParams, Submit, T
 from server.engine.ipc.socket_client import SocketClient
 from server.processes import engine as engine_process
 from server.processes.child_process import STOP_SIGNAL
+from tests.engine.emulated_mps import MPS, DeviceUse
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.engine.fake_mps import MPS, FakeMps
 
 SAMPLINGS = {
     "greedy": SamplingParams(6, temperature=0.0, ignore_eos=True),
@@ -83,7 +83,7 @@ def _signals() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_signals")
 def test_whatever_is_asked_of_an_engine_one_thread_does_it(
-    tiny: Path, reference: Reference, mps: FakeMps, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny: Path, reference: Reference, mps: DeviceUse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(core, "TIMING_INTERVAL", 2)
     worker, status = Worker(str(tmp_path / "socket")), Status()
@@ -98,7 +98,7 @@ def test_whatever_is_asked_of_an_engine_one_thread_does_it(
     assert mps.threads == {threading.get_ident()}
 
 
-def test_another_thread_would_be_seen(tiny: Path, mps: FakeMps) -> None:
+def test_another_thread_would_be_seen(tiny: Path, mps: DeviceUse) -> None:
     driver = Driver(tiny, device="mps")
     memory = driver.core.memory.list_regions("paged")[0].memory
     for reach in (

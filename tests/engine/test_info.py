@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from config.settings import Settings
+from kernels.device import get_device
 from server.engine import device
 from server.engine.admin import run_command
 from server.engine.build import build_engine
@@ -32,7 +33,7 @@ from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
 from tests.metrics.fake_metrics import sample_value, scrape
 
-CPU = torch.device("cpu")
+CPU = get_device("cpu")
 
 
 def test_settings_are_those_that_hold(tiny: Path) -> None:
@@ -152,10 +153,10 @@ def test_memory_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30, 100))
-    assert device_memory(torch.device("cuda")) == (70, 30)
+    assert device_memory(get_device("cuda")) == (70, 30)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 40)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 100)
-    assert device_memory(torch.device("mps")) == (40, 60)
+    assert device_memory(get_device("mps")) == (40, 60)
 
 
 def test_memory_of_processes() -> None:

@@ -51,6 +51,8 @@ REFUSED: list[tuple[Callable[[Tensor], object], type[Exception], str]] = [
     (lambda x: x.numpy(), TypeError, "to numpy"),
     (lambda x: x.new_ones(16, 32_767) @ x.new_ones(32_767, 17), RuntimeError, "wrong on M1 and M2"),
     (lambda x: nn.functional.linear(x.new_ones(16, 32_767), x.new_ones(16, 32_767)), RuntimeError, "wrong on M1"),
+    (lambda x: x.copy_(torch.ones(3, 4), non_blocking=True), RuntimeError, "read their source later"),
+    (lambda x: x.to("cpu", non_blocking=True), RuntimeError, "read their source later"),
 ]
 
 
@@ -60,6 +62,11 @@ def test_it_refuses_what_torch_refuses_on_mps(
 ) -> None:
     with torch.inference_mode(), pytest.raises(error, match=message):
         compute(torch.ones(3, 4, device=DEVICE))
+
+
+def test_its_argmax_passes_over_nan_as_that_of_mps() -> None:
+    tensor = torch.tensor([[1.0, torch.nan, 3.0], [torch.inf, 2.0, 3.0]], device=DEVICE)
+    assert tensor.argmax(-1).tolist() == [2, 0]
 
 
 def test_views_share_memory() -> None:
