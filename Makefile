@@ -30,6 +30,7 @@ PY := $(VENV)/bin/python
 PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $(addprefix --constraint=,$(CONSTRAINTS)) $(PIP_ARGS)
 TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 CPP = $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+WORKFLOWS = $(wildcard .github/workflows/*.yml)
 # The sources of an installation: it is made again when one of them changes.
 INPUTS = pyproject.toml $(wildcard setup.py kernels/cpu/instruction_sets.py) $(CONSTRAINTS) $(CPP)
 
@@ -43,7 +44,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-rest test-fast test-real test-metal prometheus chromium test-slow test-clients test-ray test-kvpress check check-metal format models bench bench-peers bench-types validate compare load fuzz chaos soak clean
+.PHONY: help install serve test test-rest test-fast test-real test-metal prometheus chromium test-slow test-clients test-ray test-kvpress check check-workflows check-metal format models bench bench-peers bench-types validate compare load fuzz chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -90,11 +91,15 @@ test-ray: $(VENV)/.with-test  ## test several replicas on Ray Serve, which is in
 test-kvpress: $(VENV)/.with-test  ## compare the scorers of keys with NVIDIA's kvpress, installed by itself
 	$(PY) -m tests.kvpress.run $(ARGS)
 
-check: $(VENV)/.with-test,check  ## lint, format and types, changing nothing
+check: $(VENV)/.with-test,check  ## lint, format, types and the workflows' schema, changing nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows $(WORKFLOWS)
 	$(PY) -m mypy
+
+check-workflows: $(VENV)/.with-workflows-check  ## check GitHub's workflows with actionlint
+	$(VENV)/bin/actionlint $(WORKFLOWS)
 
 check-metal: $(VENV)/.with-test,check $(VENV)/.with-metal-check  ## check, without a Mac, what a Mac would compile, and types
 	$(PY) -m metal_emulator
