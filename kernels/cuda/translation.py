@@ -8,6 +8,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+# Threadgroups of the largest size that a multiprocessor shall run at the same time, which leaves each thread 128
+# registers, as many as a thread of an Apple GPU has.
+GROUPS_AT_ONCE = 2
+
 _COMMENT = re.compile(r"//[^\n]*")
 _VARIABLE = re.compile(r"\bthreadgroup (\w+) (?=\w+\[)")
 _KERNEL = re.compile(
@@ -92,4 +96,4 @@ def _make_signature(parameters: str, limit: str | None) -> _Signature:
                 arguments[-1] += ".values"
             type_ = f"const __grid_constant__ {by_value.rstrip('&')}"
         declared += f"{type_} {name}, "
-    return _Signature(f"__launch_bounds__({limit}) " if limit else "", declared, ", ".join(arguments))
+    return _Signature(f"__launch_bounds__({limit}, {GROUPS_AT_ONCE}) " if limit else "", declared, ", ".join(arguments))
