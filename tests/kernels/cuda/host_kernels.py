@@ -10,7 +10,6 @@ import ctypes
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
@@ -26,9 +25,14 @@ OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w", "
 _ENTRY_POINT = re.compile(r'extern "C" __global__ (?:__launch_bounds__\([^)]*\) )?void ([\w#]+)(\(.*?\) \{.*?; \})')
 
 
-def load_host_ops(change: Callable[[str], str] = lambda source: source) -> MetalOps:
-    """Return the Metal operations on the CPU, as CUDA C++; `change` is applied to each Metal source."""
-    return MetalOps(Kernels(lambda source: Library(build(translation.translate(change(source))))))
+def load_host_ops() -> MetalOps:
+    """Return the Metal operations on the CPU, as CUDA C++."""
+    return MetalOps(Kernels(compile_shader))
+
+
+def compile_shader(source: str) -> Library:
+    """Return the kernels of a Metal source, for tensors on the CPU."""
+    return Library(build(translation.translate(source)))
 
 
 @cache
