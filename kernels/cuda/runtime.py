@@ -8,7 +8,7 @@ import torch
 
 from kernels.cuda.cubin_cache import get_cubin
 from kernels.cuda.driver import load_module
-from kernels.cuda.library import Library
+from kernels.cuda.library import CudaLibrary
 from kernels.cuda.nvrtc import compile_source, describe_compiler, find_compiler
 from kernels.cuda.translation import translate
 from kernels.device import KernelsMissing
@@ -25,9 +25,9 @@ def load() -> MetalOps:
     return MetalOps(Kernels(compile_shader))
 
 
-def compile_shader(source: str) -> Library:
+def compile_shader(source: str) -> CudaLibrary:
     """Return the kernels of a Metal source, for tensors on the GPU that torch uses."""
     major, minor = torch.cuda.get_device_capability()
     architecture, translated = f"sm_{major}{minor}", translate(source)
     key = describe_compiler(), architecture, translated
-    return Library(load_module(get_cubin(key, lambda: compile_source(translated, architecture).cubin)))
+    return CudaLibrary(load_module(get_cubin(key, lambda: compile_source(translated, architecture).cubin)))

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,13 +30,13 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import runtime
-from kernels.cuda.library import Library
+from kernels.cuda.library import CudaLibrary
 from kernels.metal import attention
 from kernels.metal.backend import MetalOps
 from kernels.metal.library import Kernels
-from kernels.ops import DTYPES, AttentionWeights, DecoderLayer, GatedMLP, KVLocation
+from kernels.ops import AttentionWeights, DecoderLayer, GatedMLP, KVLocation
 from kernels.reference.backend import ReferenceOps
-from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Step
+from kernels.selfcheck.attention_case import AttentionCase, Step
 from kernels.selfcheck.check import check_ops
 from kernels.selfcheck.op_db import OPS
 from kernels.store import KVStore, Pages, compute_block_bytes
@@ -48,6 +49,7 @@ from tests.kernels.test_attention import expected
 
 Result = dict[str, Any]
 BLOCK_SIZE = 32
+MODULE = "tests.kernels.cuda.gpu_check"
 MUTANTS_MD = Path(__file__).parents[1] / "metal/mutants.md"
 
 
@@ -56,7 +58,7 @@ class Machine(NamedTuple):
 
     device: torch.device
     load: Callable[[], MetalOps]
-    compile_shader: Callable[[str], Library]
+    compile_shader: Callable[[str], CudaLibrary]
     small: bool  # whether only small sizes are tried
 
     def synchronize(self) -> None:
@@ -138,19 +140,22 @@ def check_mutants(machine: Machine, skip: int) -> Iterator[Result]:
     for number, mutant in enumerate(mutants[skip:], skip):
         yield {"mutant": number, "kernel": mutant.kernel, "begins": f"{mutant.kind}: {mutant.words}"}
         ops = MetalOps(Kernels(partial(_compile_mutant, machine, mutant)))
-        caught = find_difference(ops, mutant.kernel, mutant.dtype, machine.device)
+        try:
+            caught = find_difference(ops, mutant.kernel, mutant.dtype, machine.device)
+        except Exception as error:  # the GPU refuses all that follows, so another process goes on
+            yield {"mutant": number, "caught": f"{type(error).__name__}: {error}"[:300], "fault": None}
+            sys.exit(1)
         yield {"mutant": number, "caught": caught, "fault": None if caught else "nothing catches it"}
 
 
-def _compile_mutant(machine: Machine, mutant: Mutant, source: str) -> Library:
+def _compile_mutant(machine: Machine, mutant: Mutant, source: str) -> CudaLibrary:
     return machine.compile_shader(mutant.applied(source) if is_source_of(mutant.kernel, source) else source)
 
 
 def list_mutants() -> list[Mutant]:
     """Return the mutants that a wrong result shows without a checker, as mutants.md says; one of each kind first."""
-    caught = [
-        line.rstrip(" |").rpartition(" | ")[2] for line in MUTANTS_MD.read_text(encoding="utf-8").splitlines()[2:]
-    ]
+    rows = MUTANTS_MD.read_text(encoding="utf-8").splitlines()[2:]
+    caught = [row.rstrip(" |").rpartition(" | ")[2] for row in rows]
     shown = [each for each, by in zip(MUTANTS, caught, strict=True) if by.startswith("off by")]
     seen: dict[tuple[str, str], int] = {}
     ranks = []
@@ -214,7 +219,7 @@ def measure_copy(machine: Machine) -> float:
 def measure_attention(machine: Machine) -> Iterator[Result]:
     """Yield the bandwidth of decode attention as a share of a copy's; the aim is 0.6.
 
-    For each number of query heads that a threadgroup may compute: more heads take more registers, fewer read keys again.
+    For each number of query heads that a threadgroup may compute: more take more registers, fewer read keys again.
     """
     copy = measure_copy(machine)
     yield {"copy": copy}
@@ -319,7 +324,7 @@ def measure_steps(machine: Machine) -> Iterator[Result]:
 
 
 def capture(call: Callable[[], Tensor]) -> Callable[[], object]:
-    """Return a function that replays the launches of a call in a CUDA graph. Raises AssertionError for another result."""
+    """Return a function that replays a call in a CUDA graph. Raises AssertionError if that gives another result."""
     expected = call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -346,7 +351,11 @@ def _without_skip(run: Callable[[Machine], Iterator[Result]]) -> Callable[[Machi
 
 
 def _sanitizer(tool: str) -> Part:
-    return Part(_without_skip(run_for_sanitizer), 50, ("compute-sanitizer", f"--tool={tool}", "--print-limit=5"))
+    return Part(
+        _without_skip(run_for_sanitizer),
+        50,
+        ("compute-sanitizer", f"--tool={tool}", "--print-limit=5", "--error-exitcode=3"),
+    )
 
 
 # In this order, as long as there is time.
@@ -379,17 +388,12 @@ def start_part(name: str, device: str, seconds: float, emit: Callable[[Result], 
     if part.tool and shutil.which(part.tool[0]) is None:
         return emit({"skipped": f"there is no {part.tool[0]}"})
     while (left := min(part.seconds, seconds) - (time.monotonic() - begin)) > 0:
-        command = [
-            *part.tool,
-            sys.executable,
-            "-m",
-            __spec__.name,
-            f"--device={device}",
-            f"--part={name}",
-            f"--skip={skip}",
-        ]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-            timer = Timer(left, process.kill)
+        options = f"--device={device}", f"--part={name}", f"--skip={skip}"
+        command = [*part.tool, sys.executable, "-m", MODULE, *options]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as process:
+            timer = Timer(left, os.killpg, (process.pid, signal.SIGKILL))  # a tool and what it runs
             timer.start()
             assert process.stdout is not None
             for line in process.stdout:
@@ -399,16 +403,19 @@ def start_part(name: str, device: str, seconds: float, emit: Callable[[Result], 
             timer.cancel()
         if process.returncode == 0 or not part.restarts:
             break
-    emit({"exit": process.returncode, "seconds": round(time.monotonic() - begin, 1)})
+    took = time.monotonic() - begin
+    ended = "stopped, as its time was over" if took >= min(part.seconds, seconds) else f"exit {process.returncode}"
+    fault = None if process.returncode == 0 or ended.startswith("stopped") else "it crashed, or its tool found a fault"
+    emit({"ended": ended, "seconds": round(took, 1), "fault": fault})
 
 
 def parse_line(line: str) -> Result:
     """Return a line of a part's output: a result, or words of a tool."""
     try:
-        result: Result = json.loads(line)
+        result = json.loads(line)
     except ValueError:
-        return {"says": line.rstrip()}
-    return result
+        result = None
+    return result if isinstance(result, dict) else {"says": line.rstrip()}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -423,15 +430,16 @@ def main(arguments: list[str] | None = None) -> int:
         run_part(given.part[0], given.device, given.skip)
         return 0
     begin, faults = time.monotonic(), 0
-    to = Path(os.environ["OUT"], "gpu_check.jsonl").open("a") if os.environ.get("OUT") else None
+    folder = os.environ.get("OUT")
 
     def emit(part: str, result: Result) -> None:
         nonlocal faults
         faults += result.get("fault") is not None
         line = json.dumps({"part": part, "at": round(time.monotonic() - begin, 1), **result})
-        for stream in (sys.stdout, to):
-            if stream is not None:
-                print(line, file=stream, flush=True)
+        print(line, flush=True)
+        if folder:
+            with Path(folder, "gpu_check.jsonl").open("a") as file:
+                print(line, file=file)
 
     emit("machine", describe_machine(given.device))
     for name in given.part or PARTS:

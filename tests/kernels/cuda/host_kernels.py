@@ -15,7 +15,7 @@ from pathlib import Path
 
 import metal_emulator
 from kernels.cuda import translation
-from kernels.cuda.library import GetLauncher, Launcher, Library, Size
+from kernels.cuda.library import CudaLibrary, GetLauncher, Launcher, Size
 from kernels.metal.backend import MetalOps
 from kernels.metal.library import Kernels
 
@@ -30,9 +30,9 @@ def load_host_ops() -> MetalOps:
     return MetalOps(Kernels(compile_shader))
 
 
-def compile_shader(source: str) -> Library:
+def compile_shader(source: str) -> CudaLibrary:
     """Return the kernels of a Metal source, for tensors on the CPU."""
-    return Library(build(translation.translate(source)))
+    return CudaLibrary(build(translation.translate(source)))
 
 
 @cache

@@ -67,7 +67,7 @@ def test_lines_keep_their_numbers(path: Path) -> None:
 
 def test_a_kernel_that_is_not_there_is_told() -> None:
     with pytest.raises(AttributeError, match="there is no kernel swap"):
-        library.Library(_no_launcher).swap  # noqa: B018
+        library.CudaLibrary(_no_launcher).swap  # noqa: B018
 
 
 def _no_launcher(name: str) -> library.Launcher:
