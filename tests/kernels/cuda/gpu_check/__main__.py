@@ -80,6 +80,8 @@ def run_part(name: str, device: str, skip: int) -> None:
     try:
         for result in PARTS[name].run(find_machine(device), skip):
             print(json.dumps(result), flush=True)
+    except ImportError as error:
+        print(json.dumps({"skipped": f"needs {error.name}"}), flush=True)
     except Exception as error:  # whatever it is, it is a result
         print(json.dumps({"fault": f"{type(error).__name__}: {error}"[:600]}), flush=True)
 
@@ -90,6 +92,7 @@ def start_part(name: str, device: str, seconds: float, emit: Callable[[Result], 
     if part.tool and shutil.which(part.tool[0]) is None:
         return emit({"skipped": f"there is no {part.tool[0]}"})
     while (left := min(part.seconds, seconds) - (time.monotonic() - begin)) > 0:
+        skipped = skip
         options = f"--device={device}", f"--part={name}", f"--skip={skip}"
         command = [*part.tool, sys.executable, "-m", MODULE, *options]
         with subprocess.Popen(
@@ -103,7 +106,7 @@ def start_part(name: str, device: str, seconds: float, emit: Callable[[Result], 
                 skip = result.get("mutant", skip - 1) + 1 if part.restarts else 0
                 emit(result)
             timer.cancel()
-        if process.returncode == 0 or not part.restarts:
+        if process.returncode == 0 or skip == skipped:  # it has ended, or would crash at the same place again
             break
     took = time.monotonic() - begin
     ended = "stopped, as its time was over" if took >= min(part.seconds, seconds) else f"exit {process.returncode}"

@@ -102,15 +102,12 @@ def list_mutants() -> list[Mutant]:
 
 
 def run_for_sanitizer(machine: Machine) -> Iterator[Result]:
-    """Yield the verdicts on all operations with small samples in bfloat16, for a run under compute-sanitizer."""
-    ops, reference = machine.load(), ReferenceOps()
-    for op in OPS:
-        if op.name in ("forward_layers", "sample") or op.variant == "blocks":
-            continue
-        for (what, ours), _ in zip(
-            op.samples(ops, torch.bfloat16, machine.device),
-            op.samples(reference, torch.bfloat16, machine.device),
-            strict=True,
-        ):
-            machine.synchronize()
-            yield {"op": op.full_name, "sample": what, "fault": None if ours is not None else "no result"}
+    """Run all operations with small samples in bfloat16, for compute-sanitizer, which says what is wrong.
+
+    Products come last: most of their launches are torch's.
+    """
+    for op in sorted(OPS, key=lambda op: op.name == "linear"):
+        if op.name not in ("forward_layers", "sample"):
+            for _ in op.samples(machine.load(), torch.bfloat16, machine.device):
+                machine.synchronize()
+            yield {"op": op.full_name, "fault": None}

@@ -28,7 +28,7 @@ class Machine(NamedTuple):
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def measure(self, call: Callable[[], object], seconds: float = 1.0) -> float:
+    def measure(self, call: Callable[[], object], seconds: float = 0.4) -> float:
         """Return the seconds of a call: the median of ten batches of calls."""
         call()
         self.synchronize()
