@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.cuda.backend import CudaOps
 from kernels.metal.attention import SPLIT
-from kernels.metal.backend import MetalOps
 from kernels.metal.library import Kernels
 from kernels.ops import Attention, AttentionSlice, DecoderLayers, KVLocation, Ops
 from kernels.types import Slots
@@ -43,12 +43,12 @@ def capture_graph(call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None
     return out, graph.replay
 
 
-class GraphOps(MetalOps):
-    """The Metal operations, which compute the layers of a decode step by a graph from its second time on."""
+class GraphOps(CudaOps):
+    """The operations on an NVIDIA GPU, which compute the layers of a decode step by a graph from its second time on."""
 
     def __init__(self, kernels: Kernels, capture: Capture) -> None:
         super().__init__(kernels)
-        self._make_ops, self._capture = partial(MetalOps, kernels), capture
+        self._make_ops, self._capture = partial(CudaOps, kernels), capture
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()  # None: the step came once
         self._has_failed = False
 
@@ -81,7 +81,7 @@ class GraphOps(MetalOps):
 class _Graph:
     """The launches of a step, and all tensors that they use; its operations have scratch memory of their own."""
 
-    def __init__(self, ops: MetalOps, layers: DecoderLayers, x: Tensor, attention: Attention, capture: Capture) -> None:
+    def __init__(self, ops: CudaOps, layers: DecoderLayers, x: Tensor, attention: Attention, capture: Capture) -> None:
         self._x = x.clone()
         self._attention = _StaticAttention(ops, layers, attention)
         self._out, self._replay = capture(lambda: ops.forward_layers(layers, self._x, self._attention))
