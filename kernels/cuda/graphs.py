@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,24 +24,31 @@ from kernels.ops import Attention, AttentionSlice, DecoderLayers, KVLocation, Op
 from kernels.types import Slots
 
 log = logging.getLogger(__name__)
-MAX_GRAPHS = 64  # that are kept; each takes some MiB of the card's memory
+MAX_GRAPHS = 64  # that are kept
 
 # Returns the result of a call, whose tensors stay where they are, and a function that repeats its launches. The call's
 # result is not computed before that.
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
-def capture_graph(call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """Capture the launches of a call in a CUDA graph. Raises RuntimeError if the call waits for the GPU."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()  # compiles kernels and allocates what stays, neither of which a graph can do
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    return out, graph.replay
+class CudaGraphs:
+    """Captures calls in CUDA graphs, which share the memory of their intermediate results: one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None  # torch's handle of that memory
+
+    def __call__(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Implement `Capture`. Raises RuntimeError if the call waits for the GPU."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()  # compiles kernels and allocates what stays, neither of which a graph can do
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = call()
+        self._pool = graph.pool()
+        return out, graph.replay
 
 
 class GraphOps(CudaOps):

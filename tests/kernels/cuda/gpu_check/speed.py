@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.backend import CudaOps
-from kernels.cuda.graphs import GraphOps, capture_graph
+from kernels.cuda.graphs import CudaGraphs, GraphOps
 from kernels.metal import attention
 from kernels.metal.library import Kernels
 from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, KVLocation, Ops
@@ -142,7 +142,7 @@ def measure_steps(machine: Machine) -> Iterator[Result]:
         layers = make_layers(machine, shape)
         weight_bytes = sum(weight.nbytes for layer in layers for weight in layer.tensors())
         specs, decoder = [layer.spec for layer in layers], DecoderLayers(layers)
-        kernels, capture = Kernels(machine.compile_shader), repeat if machine.small else capture_graph
+        kernels, capture = Kernels(machine.compile_shader), repeat if machine.small else CudaGraphs()
         kinds: Mapping[str, Ops] = {
             "launches": CudaOps(kernels),
             "graph": GraphOps(kernels, capture),
