@@ -189,9 +189,10 @@ def _make_limits(settings: Settings, geometry: Geometry, kv_bytes: int, max_step
 
 def _load_kernels(settings: Settings, device: Device, dtype: torch.dtype) -> CheckedOps:
     try:
-        return load_ops(device, dtype, reference=settings.kernels == "reference")
+        return load_ops(device, dtype, kernels=settings.kernels)
     except KernelsMissing as error:
-        raise SettingsError(f"device {device.name!r} is not usable here: {error}") from None
+        wanted = "" if settings.kernels == "auto" else f" with kernels {settings.kernels!r}"
+        raise SettingsError(f"device {device.name!r} is not usable here{wanted}: {error}") from None
 
 
 @contextmanager
