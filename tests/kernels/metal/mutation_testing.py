@@ -66,8 +66,6 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "rope": ("layers", "rope"),
     "silu_mul": ("layers", "silu_mul"),
     "repeat_kv_heads": ("layers", "repeat_kv_heads", "repeat_kv_heads_step"),
-    "quantize": ("store", "quantize"),
-    "dequantize": ("store", "dequantize"),
     "write_kv": ("store", "write_kv"),
     "gather": ("store", "gather"),
     "copy_blocks": ("store", "copy_blocks"),
