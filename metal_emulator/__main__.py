@@ -44,8 +44,9 @@ FURTHER_TYPES: Mapping[str, Callable[[torch.dtype], Iterable[Types]]] = {
 
 def list_type_sets(name: str) -> list[Types]:
     """Return all sets of types for which `name`.metal is compiled."""
-    further = FURTHER_TYPES.get(name, lambda _: [{}])
-    return [{"T": each, **others} for each in KERNEL_DTYPES for others in further(each)]
+    if name not in FURTHER_TYPES:
+        return [{"T": each} for each in KERNEL_DTYPES]
+    return [{"T": each, **others} for each in KERNEL_DTYPES for others in FURTHER_TYPES[name](each)]
 
 
 def check_file(clang: Clang, path: Path) -> list[str]:

@@ -71,9 +71,7 @@ def markdown(most: Mapping[str, list[Resources]]) -> str:
 def read_table(text: str) -> Mapping[str, list[Resources]]:
     """Return the figures of a table that `markdown` has written."""
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
-    return {
-        kernel: [Resources(*map(int, cell.split(" / "))) for cell in cells.split(" | ")] for kernel, cells in rows
-    }
+    return {kernel: [Resources(*map(int, cell.split(" / "))) for cell in cells.split(" | ")] for kernel, cells in rows}
 
 
 if __name__ == "__main__":
