@@ -96,10 +96,11 @@ check: $(VENV)/.with-test,check  ## lint, format and types, changing nothing
 	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
 	$(PY) -m mypy
 
-check-metal: $(VENV)/.with-test,check $(VENV)/.with-metal-check  ## check, without a Mac, what a Mac would compile, and types
+check-metal: $(VENV)/.with-test,check $(VENV)/.with-metal-check  ## check, without a Mac or a GPU, what they would compile, and types
 	$(PY) -m metal_emulator
 	$(PY) -m mypy --platform darwin --cache-dir .mypy_cache/darwin
-	$(PY) -m pytest -m slow -n $(PROCESSES) tests/metal_emulator/test_address_spaces.py tests/metal_emulator/test_macos.py
+	$(PY) -m pytest -m slow -n $(PROCESSES) tests/metal_emulator/test_address_spaces.py \
+	  tests/metal_emulator/test_macos.py tests/kernels/cuda
 
 format: $(VENV)/.with-test,check  ## format the code
 	$(PY) -m ruff check --fix .

@@ -32,7 +32,7 @@ BACKENDS: Mapping[str, tuple[str, Callable[[], Ops]]] = {
     "metal-cuda": ("cuda", cuda.load),
 }
 ON_REQUEST = frozenset({"metal-cuda"})  # not chosen unless they are asked for: nobody has measured them yet
-Choice = Literal["auto", "metal", "reference"]  # which kernels compute
+KernelChoice = Literal["auto", "metal", "reference"]  # which kernels compute
 
 
 class Backend(NamedTuple):
@@ -83,7 +83,7 @@ class CheckedOps(NamedTuple):
         return self.backend + (f", plain torch for {', '.join(self.faulty_ops)}" if self.faulty_ops else "")
 
 
-def load_ops(device: Device, dtype: torch.dtype, *, kernels: Choice = "auto") -> CheckedOps:
+def load_ops(device: Device, dtype: torch.dtype, *, kernels: KernelChoice = "auto") -> CheckedOps:
     """Return the fastest operations for `device`; those that fail their check in `dtype` are replaced, and logged.
 
     `kernels`: "metal": only the Metal kernels; "reference": plain torch. Raises KernelsMissing if there are no such
@@ -110,7 +110,7 @@ def load_ops(device: Device, dtype: torch.dtype, *, kernels: Choice = "auto") ->
     return CheckedOps(REFERENCE, ReferenceOps(), [])
 
 
-def _is_of(name: str, kernels: Choice) -> bool:
+def _is_of(name: str, kernels: KernelChoice) -> bool:
     """Return whether a backend is among those that a choice of kernels may mean."""
     return name not in ON_REQUEST if kernels == "auto" else name.startswith(kernels)
 

@@ -23,7 +23,7 @@ INLINE_BYTES = 2048  # bytes that a kernel takes for an argument `constant T*`; 
 _ALIGNMENT = 8
 
 
-class Kernel:
+class CudaKernel:
     """A compiled kernel, whose parameters are those of the Metal kernel's buffers and a struct Launch."""
 
     def __init__(self, launch: Launcher) -> None:
@@ -41,15 +41,15 @@ class Kernel:
             self._launch(count, group_size, parameters.address)
 
 
-class Library:
+class CudaLibrary:
     """The kernels of a source, each an attribute of this object."""
 
     def __init__(self, get_launcher: GetLauncher) -> None:
         self._get_launcher = get_launcher
 
-    def __getattr__(self, name: str) -> Kernel:
+    def __getattr__(self, name: str) -> CudaKernel:
         try:
-            return Kernel(self._get_launcher(name))
+            return CudaKernel(self._get_launcher(name))
         except RuntimeError as error:
             raise AttributeError(f"there is no kernel {name}: {error}") from None
 

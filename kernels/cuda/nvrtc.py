@@ -47,6 +47,12 @@ def find_compiler() -> tuple[Any, Path]:
     return nvrtc, folder
 
 
+def describe_compiler() -> str:
+    """Return what machine code depends on beside the source and the architecture, as a text."""
+    nvrtc, _ = find_compiler()
+    return repr((nvrtc.nvrtcVersion()[1:], OPTIONS, (FOLDER / "metal_stdlib").read_text(encoding="ascii")))
+
+
 def _list_header_folders() -> Iterator[Path]:
     """Yield where CUDA's headers may be: in NVIDIA's packages, and in an installation of CUDA."""
     packages = importlib.util.find_spec("nvidia")

@@ -6,9 +6,11 @@ from functools import cache
 
 import torch
 
+from kernels.cuda.cubin_cache import get_cubin
 from kernels.cuda.driver import load_module
-from kernels.cuda.library import Library
-from kernels.cuda.nvrtc import compile_source, find_compiler
+from kernels.cuda.graphs import GraphOps, capture_graph
+from kernels.cuda.library import CudaLibrary
+from kernels.cuda.nvrtc import compile_source, describe_compiler, find_compiler
 from kernels.cuda.translation import translate
 from kernels.device import KernelsMissing
 from kernels.metal.backend import MetalOps
@@ -21,9 +23,12 @@ def load() -> MetalOps:
     if torch.version.cuda is None or not torch.cuda.is_available():
         raise KernelsMissing("this machine has no NVIDIA GPU that torch can use")
     find_compiler()
-    return MetalOps(Kernels(_compile_shader))
+    return GraphOps(Kernels(compile_shader), capture_graph)
 
 
-def _compile_shader(source: str) -> Library:
+def compile_shader(source: str) -> CudaLibrary:
+    """Return the kernels of a Metal source, for tensors on the GPU that torch uses."""
     major, minor = torch.cuda.get_device_capability()
-    return Library(load_module(compile_source(translate(source), f"sm_{major}{minor}").cubin))
+    architecture, translated = f"sm_{major}{minor}", translate(source)
+    key = describe_compiler(), architecture, translated
+    return CudaLibrary(load_module(get_cubin(key, lambda: compile_source(translated, architecture).cubin)))

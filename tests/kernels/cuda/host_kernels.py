@@ -10,13 +10,12 @@ import ctypes
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
 import metal_emulator
 from kernels.cuda import translation
-from kernels.cuda.library import GetLauncher, Launcher, Library, Size
+from kernels.cuda.library import CudaLibrary, GetLauncher, Launcher, Size
 from kernels.metal.backend import MetalOps
 from kernels.metal.library import Kernels
 
@@ -26,9 +25,14 @@ OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w", "
 _ENTRY_POINT = re.compile(r'extern "C" __global__ (?:__launch_bounds__\([^)]*\) )?void ([\w#]+)(\(.*?\) \{.*?; \})')
 
 
-def load_host_ops(change: Callable[[str], str] = lambda source: source) -> MetalOps:
-    """Return the Metal operations on the CPU, as CUDA C++; `change` is applied to each Metal source."""
-    return MetalOps(Kernels(lambda source: Library(build(translation.translate(change(source))))))
+def load_host_ops() -> MetalOps:
+    """Return the Metal operations on the CPU, as CUDA C++."""
+    return MetalOps(Kernels(compile_shader))
+
+
+def compile_shader(source: str) -> CudaLibrary:
+    """Return the kernels of a Metal source, for tensors on the CPU."""
+    return CudaLibrary(build(translation.translate(source)))
 
 
 @cache
