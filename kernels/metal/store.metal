@@ -70,11 +70,11 @@ inline void write_vector(const device T* from, device uchar* to, PlaneSizes size
   float numbers[EIGHT];
   read_numbers<EIGHT>(numbers, from, dim, lane);
   if (is_rotated<uchar>(sizes)) rotate<EIGHT, EIGHT>(numbers, dim, lane);
-  const Rounding rounding(numbers, there);
+  const Rounding rounding = Rounding(numbers, there);
   uint integers[2] = {0, 0};  // of four numbers each, in the low bits of four bytes
   for (int n = 0; n < EIGHT; n++) integers[n / 4] |= rounding.round(numbers[n]) << (n % 4 * 8);
   // Lane i of a group writes word i of its bytes: fours i and n / 8 + i, which are in other lanes.
-  const Grouped at(there ? first : 0, dim);
+  const Grouped at = Grouped(there ? first : 0, dim);
   const int begin = there ? at.begin / EIGHT : lane, i = lane - begin, high = there ? at.size / 8 + i : 0;
   uint words[2];
   for (int w = 0; w < 2; w++) {

@@ -59,7 +59,7 @@ inline void read_numbers(thread float* to, const device uchar* from, int dim, in
     float scale = 0.0f, zero = 0.0f;
     uint word = 0;
     if (lane * N + n < dim) {
-      const Grouped at(lane * N + n, dim);
+      const Grouped at = Grouped(lane * N + n, dim);
       const uint both = ((const device uint*)(from + dim / 2))[at.begin / MOST_GROUPED];  // bfloats
       scale = as_type<float>(both << 16);
       zero = as_type<float>(both & 0xFFFF0000u);
@@ -109,11 +109,11 @@ template <int N, int RUN>
 inline void rotate(thread float* numbers, int dim, int lane) {
   const int size = dim & -dim;
 #pragma unroll  // so that no number is looked up by its index
-  for (int half = 1; half < N * LANES; half *= 2) {
-    if (half >= size) break;
-    if (half < RUN) add_and_subtract<N>(numbers, half);
-    else if (half < RUN * LANES) add_and_subtract_lanes<N>(numbers, half / RUN, lane);
-    else add_and_subtract<N>(numbers, half / LANES);
+  for (int distance = 1; distance < N * LANES; distance *= 2) {
+    if (distance >= size) break;
+    if (distance < RUN) add_and_subtract<N>(numbers, distance);
+    else if (distance < RUN * LANES) add_and_subtract_lanes<N>(numbers, distance / RUN, lane);
+    else add_and_subtract<N>(numbers, distance / LANES);
   }
   const float factor = inverse_root(size);
   for (int n = 0; n < N; n++) numbers[n] *= factor;
