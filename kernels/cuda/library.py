@@ -37,7 +37,7 @@ class CudaKernel:
         packed = [_pack(argument, "i" if i in arg_casts else "q") for i, argument in enumerate(arguments)]
         groups: Size = tuple(-(-n // size) for n, size in zip(threads, group_size, strict=True))  # type: ignore[assignment]
         for first, count in _split(groups):
-            parameters = _Parameters([*packed, struct.pack("6I", *threads, *first)])
+            parameters = _PackedParameters([*packed, struct.pack("6I", *threads, *first)])
             self._launch(count, group_size, parameters.address)
 
 
@@ -54,7 +54,7 @@ class CudaLibrary:
             raise AttributeError(f"there is no kernel {name}: {error}") from None
 
 
-class _Parameters:
+class _PackedParameters:
     """The parameters of a launch in memory; CUDA copies as many bytes of each as the kernel declares."""
 
     def __init__(self, values: Sequence[bytes]) -> None:

@@ -38,14 +38,14 @@ _POSITIONS = {
 }
 
 
-class _Signature(NamedTuple):
-    """How the entry point of a kernel is declared, and how it calls the kernel."""
+class _EntryPoint(NamedTuple):
+    """How the CUDA kernel for a Metal kernel is declared, and how it calls that; a template has several."""
 
     bounds: str
     parameters: str
     arguments: str
 
-    def make_entry_point(self, name: str, callee: str) -> str:
+    def define(self, name: str, callee: str) -> str:
         """Return a CUDA kernel that calls a kernel of the source, such as merge<2>, in the threads of its grid."""
         head = f'extern "C" __global__ {self.bounds}void {name}({self.parameters}Launch launch)'
         return f"{head} {{ if (is_in_grid(launch)) {callee}({self.arguments}); }}"
@@ -58,30 +58,30 @@ def translate(source: str) -> str:
     passed by value.
     """
     source = _VARIABLE.sub(r"__shared__ \1 ", _COMMENT.sub("", source))
-    signatures: dict[str, _Signature] = {}
-    entry_points: list[str] = []
+    entries: dict[str, _EntryPoint] = {}
+    definitions: list[str] = []
 
     def translate_kernel(found: re.Match[str]) -> str:
         name, template = found["name"], found["template"] or ""
-        signatures[name] = signature = _make_signature(found["parameters"], found["limit"])
+        entries[name] = entry = _make_entry_point(found["parameters"], found["limit"])
         if not template:
-            entry_points.append(signature.make_entry_point(name, name))
+            definitions.append(entry.define(name, name))
         parameters = re.sub(r" \[\[.*?\]\]", "", found["parameters"]).replace("constant ", "const ")
         lines = "\n" * (found.group().count("\n") - template.count("\n") - parameters.count("\n"))
         return f"{template}{lines}__forceinline__ __device__ void {name}({parameters}) {{"
 
     def instantiate(found: re.Match[str]) -> str:
         callee = " ".join(found["of"].split())
-        signature = signatures[callee.partition("<")[0]]
+        entry = entries[callee.partition("<")[0]]
         # "merge_" #N becomes merge_##N
         name = "##".join(part.strip('"#') for part in found["name"].split())
-        return found.group().count("\n") * "\\\n" + signature.make_entry_point(name, callee)
+        return found.group().count("\n") * "\\\n" + entry.define(name, callee)
 
     source = _INSTANTIATION.sub(instantiate, _KERNEL.sub(translate_kernel, source))
-    return "\n".join((source, *entry_points, ""))
+    return "\n".join((source, *definitions, ""))
 
 
-def _make_signature(parameters: str, limit: str | None) -> _Signature:
+def _make_entry_point(parameters: str, limit: str | None) -> _EntryPoint:
     declared, arguments = "", []
     for found in _PARAMETER.finditer(" ".join(parameters.split())):
         type_, name, attribute = found["type"].strip(), found["name"], found["attribute"]
@@ -96,4 +96,6 @@ def _make_signature(parameters: str, limit: str | None) -> _Signature:
                 arguments[-1] += ".values"
             type_ = f"const __grid_constant__ {by_value.rstrip('&')}"
         declared += f"{type_} {name}, "
-    return _Signature(f"__launch_bounds__({limit}, {GROUPS_AT_ONCE}) " if limit else "", declared, ", ".join(arguments))
+    return _EntryPoint(
+        f"__launch_bounds__({limit}, {GROUPS_AT_ONCE}) " if limit else "", declared, ", ".join(arguments)
+    )

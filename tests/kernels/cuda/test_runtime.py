@@ -12,6 +12,7 @@ import torch
 from config.errors import SettingsError
 from kernels import backends
 from kernels.cuda import nvrtc, runtime
+from kernels.cuda.cubin_cache import get_cubin
 from kernels.device import KernelsMissing, device_of
 from kernels.reference.backend import ReferenceOps
 from tests.engine.engine_driver import Driver
@@ -43,6 +44,22 @@ def test_without_headers_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "include/no_such_header.h").touch()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert nvrtc.find_compiler() == (bindings, tmp_path / "include")
+
+
+def test_compiled_kernels_are_kept_for_the_next_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled = []
+
+    def compile_cubin() -> bytes:
+        compiled.append(1)
+        return b"cubin"
+
+    assert get_cubin(("sm_90", "source"), compile_cubin) == get_cubin(("sm_90", "source"), compile_cubin) == b"cubin"
+    assert len(compiled) == 1
+    get_cubin(("sm_80", "source"), compile_cubin)
+    assert len(compiled) == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # nothing can be written there
+    assert get_cubin(("sm_90", "source"), compile_cubin) == b"cubin"
 
 
 def test_it_computes_only_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
