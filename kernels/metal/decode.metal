@@ -24,6 +24,7 @@ struct Heads {
   // Loads the queries of `count` heads, the first at `q` and each `stride` numbers after the one before, and rotates
   // them if keys are rotated; if count < HEADS, the last query is repeated.
   void load(const device T* q, int count, int stride, PlaneSizes keys, int lane) {
+#pragma unroll  // so that queries are in registers
     for (int h = 0; h < HEADS; h++) {
       float query[N];  // a member array is not a pointer to thread from Metal 4.1 on
       read_numbers<N>(query, q + min(h, count - 1) * stride, keys.dim, lane);

@@ -49,7 +49,7 @@ struct Grouped {
   }
 
   bool is_high() const { return number - begin >= size / 2; }
-  int byte() const { return begin / 2 + (number - begin) % (size / 2); }
+  int byte() const { return number - begin / 2 - (is_high() ? size / 2 : 0); }
 };
 
 // A group has a multiple of 8 numbers, so the numbers of a word have the same group, and the same bits of their bytes.

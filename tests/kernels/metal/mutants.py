@@ -229,7 +229,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (INDEX, "low and high bits of int4", "Grouped", "$number - $begin «>=→<» $size / 2"),
         (INDEX, "another group's scale", "read_numbers", "«$at.$begin / MOST_GROUPED→0»"),
         (INDEX, "scale for zero", "read_numbers", "$zero = as_type<float>(«$both & 0xFFFF0000u→$both << 16»)"),
-        (BOUND, "half of a group", "Grouped", "% ($size / 2«→ + 1»)"),
+        (BOUND, "half of a group", "Grouped", "? $size / 2«→ - 1» : 0"),
         (LOGIC, "the zero of int4", "read_numbers", "15u) * $scale «+ $zero→»"),
         (
             LOGIC,
