@@ -12,43 +12,51 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.cuda.backend import CudaOps
 from kernels.metal.attention import SPLIT
-from kernels.metal.backend import MetalOps
 from kernels.metal.library import Kernels
 from kernels.ops import Attention, AttentionSlice, DecoderLayers, KVLocation, Ops
 from kernels.types import Slots
 
 log = logging.getLogger(__name__)
-MAX_GRAPHS = 64  # that are kept; each takes some MiB of the card's memory
+MAX_GRAPHS = 64  # that are kept
 
 # Returns the result of a call, whose tensors stay where they are, and a function that repeats its launches. The call's
 # result is not computed before that.
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
-def capture_graph(call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """Capture the launches of a call in a CUDA graph. Raises RuntimeError if the call waits for the GPU."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()  # compiles kernels and allocates what stays, neither of which a graph can do
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    return out, graph.replay
+class CudaGraphs:
+    """Captures calls in CUDA graphs, which share the memory of their intermediate results: one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None  # torch's handle of that memory
+
+    def __call__(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Implement `Capture`. Raises RuntimeError if the call waits for the GPU."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()  # compiles kernels and allocates what stays, neither of which a graph can do
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = call()
+        self._pool = graph.pool()
+        return out, graph.replay
 
 
-class GraphOps(MetalOps):
-    """The Metal operations, which compute the layers of a decode step by a graph from its second time on."""
+class GraphOps(CudaOps):
+    """The operations on an NVIDIA GPU, which compute the layers of a decode step by a graph from its second time on."""
 
     def __init__(self, kernels: Kernels, capture: Capture) -> None:
         super().__init__(kernels)
-        self._make_ops, self._capture = partial(MetalOps, kernels), capture
+        self._make_ops, self._capture = partial(CudaOps, kernels), capture
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()  # None: the step came once
         self._has_failed = False
 
@@ -81,7 +89,7 @@ class GraphOps(MetalOps):
 class _Graph:
     """The launches of a step, and all tensors that they use; its operations have scratch memory of their own."""
 
-    def __init__(self, ops: MetalOps, layers: DecoderLayers, x: Tensor, attention: Attention, capture: Capture) -> None:
+    def __init__(self, ops: CudaOps, layers: DecoderLayers, x: Tensor, attention: Attention, capture: Capture) -> None:
         self._x = x.clone()
         self._attention = _StaticAttention(ops, layers, attention)
         self._out, self._replay = capture(lambda: ops.forward_layers(layers, self._x, self._attention))

@@ -8,7 +8,7 @@ import torch
 
 from kernels.cuda.cubin_cache import get_cubin
 from kernels.cuda.driver import load_module
-from kernels.cuda.graphs import GraphOps, capture_graph
+from kernels.cuda.graphs import CudaGraphs, GraphOps
 from kernels.cuda.library import CudaLibrary
 from kernels.cuda.nvrtc import compile_source, describe_compiler, find_compiler
 from kernels.cuda.translation import translate
@@ -23,7 +23,7 @@ def load() -> MetalOps:
     if torch.version.cuda is None or not torch.cuda.is_available():
         raise KernelsMissing("this machine has no NVIDIA GPU that torch can use")
     find_compiler()
-    return GraphOps(Kernels(compile_shader), capture_graph)
+    return GraphOps(Kernels(compile_shader), CudaGraphs())
 
 
 def compile_shader(source: str) -> CudaLibrary:

@@ -28,13 +28,13 @@ MUTANTS_MD = Path(__file__).parents[2] / "metal/mutants.md"
 
 def check_operations(machine: Machine, dtype: torch.dtype) -> Iterator[Result]:
     """Yield the verdict of the self-check on each operation."""
-    for verdict in check_ops(machine.load(), dtype, machine.device):
+    for verdict in check_ops(machine.make_ops(), dtype, machine.device):
         yield {"op": verdict.op, "error": verdict.error, "fault": verdict.fault}
 
 
 def check_attention(machine: Machine) -> Iterator[Result]:
     """Yield the largest error of attention for every layout of memory, kind of layer and dtype (tests/kernels)."""
-    ops = machine.load()
+    ops = machine.make_ops()
     for layout in LAYOUTS[:2] if machine.small else LAYOUTS:
         for name, spec in [*SPECS.items()][:2] if machine.small else SPECS.items():
             on_device = spec
@@ -108,6 +108,6 @@ def run_for_sanitizer(machine: Machine) -> Iterator[Result]:
     """
     for op in sorted(OPS, key=lambda op: op.name == "linear"):
         if op.name not in ("forward_layers", "sample"):
-            for _ in op.samples(machine.load(), torch.bfloat16, machine.device):
+            for _ in op.samples(machine.make_ops(), torch.bfloat16, machine.device):
                 machine.synchronize()
             yield {"op": op.full_name, "fault": None}

@@ -11,6 +11,7 @@ import torch
 from kernels.cuda import runtime
 from kernels.cuda.library import CudaLibrary
 from kernels.metal.backend import MetalOps
+from kernels.metal.library import Kernels
 from tests.kernels.cuda import host_kernels
 
 Result = dict[str, Any]  # of a part: a line of JSON
@@ -20,9 +21,12 @@ class Machine(NamedTuple):
     """Where the kernels run."""
 
     device: torch.device
-    load: Callable[[], MetalOps]
     compile_shader: Callable[[str], CudaLibrary]
     small: bool  # whether only small sizes are tried
+
+    def make_ops(self) -> MetalOps:
+        """Return operations that use all kernels, also those for products that are torch's in the backend."""
+        return MetalOps(Kernels(self.compile_shader))
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -48,5 +52,5 @@ class Machine(NamedTuple):
 
 def find_machine(name: str) -> Machine:
     if name == "cuda":
-        return Machine(torch.device("cuda"), runtime.load, runtime.compile_shader, small=False)
-    return Machine(torch.device("cpu"), host_kernels.load_host_ops, host_kernels.compile_shader, small=True)
+        return Machine(torch.device("cuda"), runtime.compile_shader, small=False)
+    return Machine(torch.device("cpu"), host_kernels.compile_shader, small=True)

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kernels.cuda.graphs import GraphOps, capture_graph
+from kernels.cuda.backend import CudaOps
+from kernels.cuda.graphs import CudaGraphs, GraphOps
 from kernels.metal import attention
-from kernels.metal.backend import MetalOps
 from kernels.metal.library import Kernels
 from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, KVLocation, Ops
 from kernels.reference.backend import ReferenceOps
@@ -78,7 +78,7 @@ def measure_attention(machine: Machine) -> Iterator[Result]:
                 out, used = torch.empty_like(q), rows * length * compute_block_bytes([spec], 1, kv_dtype)
                 for heads in (2, 4, 8):
                     with patch.dict(attention.MAX_HEADS_PER_GROUP, {numbers_per_lane: heads}):
-                        ops = machine.load()
+                        ops = machine.make_ops()
                         seconds = machine.measure(partial(ops.attend, out, q, store, 0, at, spec))
                     shown = {"shape": name, "tokens": length, "rows": rows, "kv": str(kv_dtype), "heads": heads}
                     yield {**shown, "us": 1e6 * seconds, "share_of_copy": used / seconds / copy}
@@ -142,20 +142,31 @@ def measure_steps(machine: Machine) -> Iterator[Result]:
         layers = make_layers(machine, shape)
         weight_bytes = sum(weight.nbytes for layer in layers for weight in layer.tensors())
         specs, decoder = [layer.spec for layer in layers], DecoderLayers(layers)
+        kernels, capture = Kernels(machine.compile_shader), repeat if machine.small else CudaGraphs()
         kinds: Mapping[str, Ops] = {
-            "launches": MetalOps(Kernels(machine.compile_shader)),
-            "graph": GraphOps(Kernels(machine.compile_shader), capture_graph if not machine.small else repeat),
+            "launches": CudaOps(kernels),
+            "graph": GraphOps(kernels, capture),
             "plain torch": ReferenceOps(),
         }
         for rows in (1, 8):
             x = torch.randn(rows, shape.width, device=machine.device).to(torch.bfloat16)
             location = make_location(machine, specs, rows, 1024, torch.bfloat16)
             yield {"model": name, "rows": rows, "fault": compare_steps(kinds, decoder, x, location)}
+            calls: dict[str, Callable[[], object]] = {}
             for kind, ops in kinds.items():
-                step = Step(ops, specs, [(slice(0, rows), location)])
-                seconds = machine.measure(partial(ops.forward_layers, decoder, x, step))
+                calls[kind] = partial(ops.forward_layers, decoder, x, make_step(ops, specs, location))
+            ops = machine.make_ops()
+            step = make_step(ops, specs, location)
+            _, calls["graph, Metal products"] = capture(partial(ops.forward_layers, decoder, x, step))
+            for kind, call in calls.items():
+                seconds = machine.measure(call)
                 shown = {"model": name, "rows": rows, "kind": kind, "ms": 1e3 * seconds}
                 yield {**shown, "share_of_copy": weight_bytes / seconds / copy}
+
+
+def make_step(ops: Ops, specs: Sequence[LayerSpec], location: KVLocation) -> Step:
+    """Return the attention of a step whose rows are all at a location."""
+    return Step(ops, specs, [(slice(0, location.at.num_rows), location)])
 
 
 def compare_steps(kinds: Mapping[str, Ops], decoder: DecoderLayers, x: Tensor, location: KVLocation) -> str | None:
@@ -167,7 +178,7 @@ def compare_steps(kinds: Mapping[str, Ops], decoder: DecoderLayers, x: Tensor, l
         at.start.fill_(at.max_kv - 5)
         steps = []
         for number in range(4):
-            step = Step(kinds[kind], specs, [(slice(0, len(x)), location)])
+            step = make_step(kinds[kind], specs, location)
             steps.append(kinds[kind].forward_layers(decoder, x + number, step))
             at.start.add_(1)
         outs[kind] = torch.stack(steps)

@@ -1,5 +1,5 @@
-// Runs the threads of a CUDA kernel on one thread of the CPU, each as a fiber of the Metal emulator, so that kernels can
-// be tested where there is no GPU. Has what our kernels use of CUDA, no more.
+// Runs the threads of a CUDA kernel on one thread of the CPU, each as a fiber of the Metal emulator, so that kernels
+// can be tested where there is no GPU. Has what our kernels use of CUDA, no more.
 #pragma once
 #include <cassert>
 #include <cmath>
