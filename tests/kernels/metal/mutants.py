@@ -184,6 +184,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "Rounding",
             "$least = min($least, «simd_shuffle_xor($least, ushort($distance))→$least»); $largest",
         ),
+        (LOGIC, "numbers that are not finite", "Rounding", "«$finite != 0.0f &&→» is_number($scale)"),
         (LOGIC, "rounding a scale", "bfloat_bits", "($bits «+ 0x7FFFu + ($bits >> 16 & 1u)→») >> 16"),
         (LOGIC, "rounding int4", "Rounding", "clamp(«rint→»(($x - $zero)"),
         (
@@ -372,7 +373,6 @@ MUTANTS: tuple[Mutant, ...] = (
         (WRITERS, "simdgroups' weights", "prefill", "$weights «+ $before * S::KEYS→»"),
         (WRITERS, "queries beyond the end", "write", "$first + $r «>=→>» $all.$count"),
         (WRITERS, "lanes of a vector", "fetch", "$j * Shape<N>::PITCH «+ $lane * N→»"),
-        (LOGIC, "clearing keys that nobody sees", "fetch", "float $vector[N] «= {0.0f}→»"),
         (LOGIC, "other lanes' scores", "score", "«simd_max($score)→$score»"),
         (LOGIC, "other lanes' weights", "score", "«simd_sum($weight)→$weight»"),
         (LOGIC, "rotation of queries", "load", "«if (is_rotated<K>($keys)) rotate<N, N>($query, $keys.$dim, $lane);→»"),
