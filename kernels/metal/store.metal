@@ -1,5 +1,5 @@
-// Writes keys and values to the store, reads them, and copies blocks and tokens. K and V are the types of stored keys and
-// values.
+// Writes keys and values to the store, reads them, and copies blocks and tokens. K and V are the types in which keys and
+// values are stored.
 #include "vectors.h"
 
 constant constexpr float TINY = 1e-30f;  // least divisor in rounding, so that nothing is divided by 0
@@ -35,8 +35,8 @@ inline uint bfloat_bits(float x) {
   return (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
 }
 
-// How the numbers of a group are rounded: the float values of its scale and zero. Both are NaN if one of the numbers, or
-// what becomes of them, is not finite.
+// How the numbers of a group are rounded: by its scale and zero, which are stored as NaN if one of the numbers, or the
+// scale or zero itself, is not finite.
 struct Rounding {
   float scale, zero;
   bool sound;

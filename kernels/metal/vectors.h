@@ -1,6 +1,6 @@
-// The numbers of stored keys and values (`kernels/kv_formats.py`), of which each lane holds some, and their rotation. The
-// type of the numbers tells the format: T; char (int8), a float scale after each vector; or uchar (int4), two numbers in
-// a byte, a scale and a zero of each group after each vector.
+// The numbers of stored keys and values (`kernels/kv_formats.py`), of which each lane holds some, and their rotation.
+// The type of the numbers tells the format: T; char (int8), a float scale after each vector; or uchar (int4), two
+// numbers in a byte, a scale and a zero of each group after each vector.
 #pragma once
 
 #include "slots.h"
@@ -9,8 +9,8 @@ constant constexpr int MOST_NUMBERS = 8;  // numbers of a head that one lane hol
 constant constexpr int MOST_GROUPED = 64;  // numbers of int4 that share a scale and a zero: a group
 
 // ---------------------------------------------------------------- reading
-// Reads the N numbers of a vector of `dim` numbers that belong to this lane, from lane * N on, and returns what they are
-// worth; numbers beyond the vector's end are 0.
+// Reads the N numbers of a vector of `dim` numbers that belong to this lane, from lane * N on: what they are worth, and
+// 0 beyond the vector's end.
 template <int N, typename Stored>
 inline void read_numbers(thread float* to, const device Stored* from, int dim, int lane) {
   for (int n = 0; n < N; n++) to[n] = lane * N + n < dim ? float(from[lane * N + n]) : 0.0f;
