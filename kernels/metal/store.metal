@@ -1,5 +1,5 @@
-// Writes keys and values to the store, reads them, and copies blocks and tokens. K and V are the types in which keys and
-// values are stored.
+// Writes keys and values to the store, reads them, and copies blocks and tokens. K and V are the types in which keys
+// and values are stored.
 #include "vectors.h"
 
 constant constexpr float TINY = 1e-30f;  // least divisor in rounding, so that nothing is divided by 0
