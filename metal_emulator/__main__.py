@@ -11,10 +11,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
+from kernels.kv_formats import UINT4
 from kernels.metal.arguments import KERNEL_DTYPES
 from kernels.metal.source import FOLDER, TYPE_NAMES, assemble_source
 from metal_emulator import CompilerMissing
@@ -22,31 +24,29 @@ from metal_emulator.address_spaces import Clang
 
 Types = Mapping[str, torch.dtype]
 
-# A Metal file is compiled for T, the type of activations, and for a second type. SECOND_TYPE has its name by file ("":
-# there is none), TYPE_CHOICES the dtypes that it may be for a given T.
-SECOND_TYPE: Mapping[str, str] = {
-    "blocks": "",
-    "decode": "KV",
-    "layers": "",
-    "linear": "",
-    "norms": "W",
-    "prefill": "KV",
-    "quantized": "S",
-    "store": "KV",
-}
-TYPE_CHOICES: Mapping[str, Callable[[torch.dtype], Iterable[torch.dtype]]] = {
-    "KV": lambda activations: (activations, torch.int8),  # keys and values
-    "W": lambda activations: dict.fromkeys((activations, torch.float32)),  # the type of a norm's weight
-    "S": lambda _: KERNEL_DTYPES,  # the type of scales and offsets of a quantized weight
+
+def _list_kv_types(activations: torch.dtype) -> Iterable[Types]:
+    """Yield types of keys and values: each format beside itself, and beside another one."""
+    for k, v in pairwise((activations, activations, torch.int8, torch.int8, UINT4, UINT4, activations)):
+        yield {"K": k, "V": v}
+
+
+# Each Metal file is compiled for T, the type of activations. FURTHER_TYPES has the sets of further types by file, which
+# may depend on T.
+FURTHER_TYPES: Mapping[str, Callable[[torch.dtype], Iterable[Types]]] = {
+    "decode": _list_kv_types,
+    "norms": lambda activations: [{"W": each} for each in dict.fromkeys((activations, torch.float32))],  # of the weight
+    "prefill": _list_kv_types,
+    "quantized": lambda _: [{"S": each} for each in KERNEL_DTYPES],  # of scales and offsets of a quantized weight
+    "store": _list_kv_types,
 }
 
 
 def list_type_sets(name: str) -> list[Types]:
     """Return all sets of types for which `name`.metal is compiled."""
-    second_type = SECOND_TYPE[name]
-    if not second_type:
+    if name not in FURTHER_TYPES:
         return [{"T": each} for each in KERNEL_DTYPES]
-    return [{"T": each, second_type: other} for each in KERNEL_DTYPES for other in TYPE_CHOICES[second_type](each)]
+    return [{"T": each, **others} for each in KERNEL_DTYPES for others in FURTHER_TYPES[name](each)]
 
 
 def check_file(clang: Clang, path: Path) -> list[str]:

@@ -83,6 +83,8 @@ def _check_words(source: Source) -> Found:
             yield i, f"'{token.text}': {FORBIDDEN_CALLS[token.text]}"
         elif source.is_at(i, "long", "long"):
             yield i, "'long long': Metal's long has 64 bits: write long"
+        elif i and token.text in _BUILTIN_TYPES and source.tokens[i - 1].text in _BUILTIN_TYPES - {token.text}:
+            yield i, f"'{token.text}' is a type in Metal: choose another name"
         elif source.is_at(i, "[", "[", "threadgroup", "("):
             yield i, "[[threadgroup(n)]]: compile_shader cannot size threadgroup memory: declare an array in the kernel"
         elif source.is_at(i, "(", "*") and source.is_at(i + 3, ")", "(") and source.tokens[i + 2].is_word:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import check
+from kernels.kv_formats import UINT4, KVFormats, Plane
 from kernels.metal.library import Grid, Longs
 from kernels.store import KVStore
 from kernels.types import Slots
@@ -16,6 +17,8 @@ from kernels.types import Slots
 LANES, GROUP = 32, 256  # number of threads in a simdgroup, and in a threadgroup; as in common.h
 DEVICES = ("mps", "cuda", "privateuseone", "cpu")  # the last two are for the emulator; tests of kernels use the CPU
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_INT4_DIM = 256  # widest head whose int4 numbers a simdgroup holds
+COPY_UNIT = torch.int16  # in which copy_tokens of store.metal copies; every vector has a multiple of it
 
 
 def has_kernel_dtype(*tensors: Tensor | None) -> bool:
@@ -40,10 +43,24 @@ def make_row_grid(x: Tensor) -> Grid:
     return Grid((group * len(x), 1, 1), (group, 1, 1))
 
 
-def typed_memory(store: KVStore) -> Tensor:
-    """Return all memory of the store as one tensor of the store's dtype, which keys and values have in common."""
-    assert store.dtype is not None
-    return store.memory.view(store.dtype)
+def has_kv_kernels(store: KVStore, layer: int, dtype: torch.dtype) -> bool:
+    """Return whether there are kernels for the formats of a store, where the model computes in `dtype`."""
+    _, *dims = store.heads(layer)
+    return has_format_kernels(store.formats, dtype) and all(
+        format.dtype is not UINT4 or dim <= MAX_INT4_DIM for format, dim in zip(store.formats, dims, strict=True)
+    )
+
+
+def has_format_kernels(formats: KVFormats, dtype: torch.dtype) -> bool:
+    """Return whether there are kernels for keys and values in these formats, whatever the width of their heads."""
+    return dtype in KERNEL_DTYPES and all(
+        format.dtype is UINT4 or (format.dtype in (dtype, torch.int8) and not format.rotated) for format in formats
+    )
+
+
+def kv_types(formats: KVFormats, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the types of which store.metal and those of attention are compiled: see vectors.h."""
+    return {"T": dtype, "K": formats.k.dtype, "V": formats.v.dtype}
 
 
 def slot_tensors(at: Slots) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -57,34 +74,33 @@ def memory_sizes(at: Slots) -> tuple[int, ...]:
     return at.block_size, at.sinks, at.ring, at.table.stride(0), at.num_rows, heads
 
 
-def planes(store: KVStore, layer: int) -> Longs:
+def planes(store: KVStore, layer: int, unit: torch.dtype | None = None) -> Longs:
     """Return the struct Planes of slots.h for a layer: the layouts of its keys and of its values in memory."""
-    k, v = plane_sizes(store, layer)
-    return Longs((*k, *v))
+    k, v = store.planes(layer)
+    return Longs((*plane_sizes(k, unit), *plane_sizes(v, unit)))
 
 
-def plane_sizes(store: KVStore, layer: int) -> tuple[Longs, Longs]:
-    """Return two structs PlaneSizes of slots.h: the layouts of a layer's keys and of its values in memory."""
-    k, v = (_plane_sizes(plane.numbers) for plane in store.planes(layer))
-    return k, v
+def plane_sizes(plane: Plane, unit: torch.dtype | None = None) -> Longs:
+    """Return the struct PlaneSizes of keys or values: dim, offset, three strides, and whether they are rotated.
 
-
-def _plane_sizes(numbers: Tensor) -> Longs:
-    """Return the struct PlaneSizes of keys or values [blocks, H, block_size, dim]: dim, offset and three strides."""
+    Offset and strides are counted in `unit`, by default the dtype of the numbers.
+    """
+    numbers, size = plane.numbers, (unit or plane.numbers.dtype).itemsize
+    dim = numbers.shape[-1] * (2 if plane.format.dtype is UINT4 else 1)
     block, head, vector, _ = numbers.stride()
-    return Longs((numbers.shape[-1], int(numbers.storage_offset()), block, head, vector))
+    places = (place * numbers.itemsize // size for place in (int(numbers.storage_offset()), block, head, vector))
+    return Longs((dim, *places, int(plane.format.rotated)))
 
 
 def make_token_buffer(store: KVStore, layer: int, count: int) -> tuple[Tensor, Longs, Tensor]:
     """Return memory for the keys and values of `count` tokens of a layer, its struct Planes, and its slots [count].
 
-    It is laid out as one block with `count` slots.
+    It is laid out as one block with `count` slots, and consists of units of copying.
     """
     sizes, end = [], 0
     for plane in store.planes(layer):
-        _, heads, _, dim = plane.numbers.shape
-        vector = plane.numbers.stride(2)
-        sizes += [dim, end, 0, count * vector, vector]
-        end += heads * count * vector
-    memory = torch.empty(end, dtype=store.dtype, device=store.device)
+        dim, _, _, _, vector, rotated = plane_sizes(plane, COPY_UNIT)
+        sizes += [dim, end, 0, count * vector, vector, rotated]
+        end += plane.numbers.shape[1] * count * vector
+    memory = torch.empty(end, dtype=COPY_UNIT, device=store.device)
     return memory, Longs(sizes), torch.arange(count, device=store.device)

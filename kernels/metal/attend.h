@@ -1,9 +1,8 @@
 // Which keys a query sees, and online softmax (Milakov & Gimelshein 2018), for the attention kernels.
 #pragma once
 
-#include "slots.h"
+#include "vectors.h"
 
-constant constexpr int MOST_NUMBERS = 8;  // numbers of a head that one lane holds at most: heads have up to 256
 constant constexpr float NOTHING = -3.402823466e+38f;  // maximum score while no key was seen
 
 struct AttentionCall {

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.kv_formats import KVFormats
 from kernels.metal.arguments import (
     GROUP,
     LANES,
     check_same_device,
+    kv_types,
     memory_sizes,
+    plane_sizes,
     planes,
     slot_tensors,
-    typed_memory,
 )
 from kernels.metal.library import Grid, Kernel, Kernels, Longs
 from kernels.store import KVStore
@@ -28,6 +30,8 @@ SPLIT = 256  # keys over which one threadgroup sums; as in decode.metal
 MAX_PARTIAL_SUMS = 16 << 20  # most float32 numbers of partial sums in one launch
 NO_WINDOW = 2**31 - 1  # positions: no window
 NO_SINK = torch.finfo(torch.float32).min  # NOTHING of attend.h
+
+Types = Mapping[str, torch.dtype]  # for which kernels are compiled
 
 
 class Shape(NamedTuple):
@@ -61,9 +65,11 @@ class AttentionArguments(NamedTuple):
     slots: Slots
     spec: LayerSpec
     shape: Shape
+    types: Types
     sinks: Tensor  # [Hq] float32
     call: Sequence[int]  # struct AttentionCall
     sizes: tuple[Sequence[int], Longs, Sequence[int], Sequence[float]]  # Memory, Planes, AttentionCall, Scoring
+    values: Longs  # PlaneSizes of values
 
 
 class MetalAttention:
@@ -76,11 +82,11 @@ class MetalAttention:
         # Scratch memory for the partial sums of splits; grows to the largest size requested so far.
         self._scratch_by_device: dict[torch.device, Tensor] = {}
 
-    def prepare(self, spec: LayerSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    def prepare(self, spec: LayerSpec, dtype: torch.dtype, formats: KVFormats) -> None:
         """Compile the attention kernels of a layer, if there are kernels for the width of its heads."""
         if (shape := get_kernel_shape(spec)) is not None:
-            self._get_decode_kernels(shape, dtype, kv_dtype)
-            self._get_kernel("prefill", f"prefill_{shape.numbers_per_lane}", dtype, kv_dtype)
+            self._get_decode_kernels(shape, kv_types(formats, dtype))
+            self._get_prefill_kernel(shape, kv_types(formats, dtype))
 
     def __call__(
         self, out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, window: int | None
@@ -90,7 +96,7 @@ class MetalAttention:
         assert shape is not None
         has_window_start = at.window_start is not None and spec.window is not None
         window_start = at.window_start if has_window_start and at.window_start is not None else at.start  # not read
-        kv_tensors = (typed_memory(store), *slot_tensors(at), window_start)
+        kv_tensors = (store.memory, *slot_tensors(at), window_start)
         check_same_device(q, out, *kv_tensors)
         call = (
             *(spec.num_q_heads, shape.num_queries_per_kv),
@@ -99,8 +105,9 @@ class MetalAttention:
             int(has_window_start),
         )
         sizes = memory_sizes(at), planes(store, layer), call, (spec.scale, spec.softcap or 0.0)
+        types, values = kv_types(store.formats, q.dtype), plane_sizes(store.planes(layer)[1])
         arguments = AttentionArguments(
-            out, q, kv_tensors, at, spec, shape, self._get_sinks(spec, q.device), call, sizes
+            out, q, kv_tensors, at, spec, shape, types, self._get_sinks(spec, q.device), call, sizes, values
         )
         if at.num_decode:
             self._decode(arguments)
@@ -124,7 +131,7 @@ class MetalAttention:
         sets = count * spec.num_q_heads * splits if splits > 1 else 1
         sums = self._get_scratch(sets * (2 + spec.v_head_dim), arguments.q.device)
         partial, values = sums[: 2 * sets], sums[2 * sets :]
-        decode, merge = self._get_decode_kernels(shape, arguments.q.dtype, arguments.kv_tensors[0].dtype)
+        decode, merge = self._get_decode_kernels(shape, arguments.types)
         decode(
             Grid(
                 (GROUP * spec.num_kv_heads * -(-shape.num_queries_per_kv // shape.heads_per_group), count, splits),
@@ -141,30 +148,28 @@ class MetalAttention:
                 arguments.sizes[0],
                 arguments.call,
                 (splits, first),  # Splits
-                spec.v_head_dim,
+                arguments.values,
             )
 
     def _prefill(self, arguments: AttentionArguments) -> None:
         """Compute attention for the rows of several tokens."""
         at, shape = arguments.slots, arguments.shape
         tiles = -(-at.max_q * shape.num_queries_per_kv // shape.queries_per_group)
-        self._get_kernel(
-            "prefill", f"prefill_{shape.numbers_per_lane}", arguments.q.dtype, arguments.kv_tensors[0].dtype
-        )(
+        self._get_prefill_kernel(shape, arguments.types)(
             Grid((GROUP * tiles, arguments.spec.num_kv_heads, at.num_rows - at.num_decode), (GROUP, 1, 1)),
             *(arguments.out, arguments.q, *arguments.kv_tensors, arguments.sinks),
             *arguments.sizes,
             at.num_decode,
         )
 
-    def _get_decode_kernels(self, shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[Kernel, Kernel]:
+    def _get_decode_kernels(self, shape: Shape, types: Types) -> tuple[Kernel, Kernel]:
         """Return the kernel that sums over the keys, and the kernel that merges the sums of splits."""
         names = f"decode_{shape.numbers_per_lane}_{shape.heads_per_group}", f"merge_{shape.numbers_per_lane}"
-        decode, merge = (self._get_kernel("decode", name, dtype, kv_dtype) for name in names)
+        decode, merge = (self._kernels.get("decode", name, **types) for name in names)
         return decode, merge
 
-    def _get_kernel(self, file: str, name: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> Kernel:
-        return self._kernels.get(file, name, T=dtype, KV=kv_dtype)
+    def _get_prefill_kernel(self, shape: Shape, types: Types) -> Kernel:
+        return self._kernels.get("prefill", f"prefill_{shape.numbers_per_lane}", **types)
 
     def _get_sinks(self, spec: LayerSpec, device: torch.device) -> Tensor:
         if spec.sink_logits is not None:

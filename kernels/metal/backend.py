@@ -13,19 +13,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.kv_formats import KVFormats
 from kernels.metal.arguments import (
+    COPY_UNIT,
     GROUP,
-    KERNEL_DTYPES,
     LANES,
     check_same_device,
+    has_format_kernels,
     has_kernel_dtype,
+    has_kv_kernels,
+    kv_types,
     make_row_grid,
     make_token_buffer,
     memory_sizes,
-    plane_sizes,
     planes,
     slot_tensors,
-    typed_memory,
 )
 from kernels.metal.attention import MetalAttention, get_kernel_shape
 from kernels.metal.library import Grid, Kernels, Longs
@@ -45,6 +47,7 @@ MAX_DEQUANTIZED_BYTES = 64 << 20  # size of the part of a quantized weight that 
 COPY_UNIT_BYTES = 16  # bytes that one thread copies; as in store.metal
 MAX_COPY_PAIRS = 256  # block pairs that one launch copies: an argument has at most 4 KiB
 MAX_COPY_UNITS = 1 << 30  # 16-byte units of a block that one launch copies: a grid is counted in 32 bits
+ANY_TYPES = dict.fromkeys("TKV", torch.float32)  # of kernels that copy bytes
 
 
 class MetalOps(ReferenceOps):
@@ -60,10 +63,10 @@ class MetalOps(ReferenceOps):
     def block_formats(self) -> Container[str]:
         return FORMATS
 
-    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        if dtype in KERNEL_DTYPES:
+    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, formats: KVFormats) -> None:
+        if has_format_kernels(formats, dtype):
             for spec in layers:
-                self._attention.prepare(spec, dtype, kv_dtype)
+                self._attention.prepare(spec, dtype, formats)
 
     def commit(self) -> None:
         self._commit()
@@ -208,38 +211,14 @@ class MetalOps(ReferenceOps):
         return None
 
     # ---------------------------------------------------------------- KV memory
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if not has_kernel_dtype(x):
-            return super().quantize(x)
-        reference.check_quantize(x)
-        check_same_device(x)
-        vectors = x.reshape(-1, x.shape[-1])
-        out, scale = vectors.new_empty(vectors.shape, dtype=torch.int8), x.new_empty(len(vectors), dtype=torch.float32)
-        sizes = (vectors.shape[1], vectors.stride(0))  # VectorSizes
-        kernel = self._kernels.get("store", "quantize", T=x.dtype, KV=x.dtype)
-        kernel(Grid((LANES, len(vectors), 1), (LANES, 1, 1)), out, scale, vectors, sizes)
-        return out.view(x.shape), scale.view(x.shape[:-1])
-
-    def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
-        if x.dtype is not torch.int8 or scale.dtype is not torch.float32:
-            return super().dequantize(x, scale)
-        reference.check_dequantize(x, scale)
-        vectors, scales, dim = x.reshape(-1, x.shape[-1]), scale.reshape(-1), x.shape[-1]
-        check_same_device(vectors, scales)
-        out = vectors.new_empty(vectors.shape, dtype=torch.float32)
-        sizes = (dim, vectors.stride(0))  # VectorSizes
-        kernel = self._kernels.get("store", "dequantize", T=torch.float32, KV=torch.int8)
-        kernel(Grid((dim, len(vectors), 1), (min(dim, GROUP), 1, 1)), out, vectors, scales, sizes)
-        return out.view(x.shape)
-
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
-        if not has_kernel_dtype(k, v) or store.dtype not in (k.dtype, torch.int8):
+        if not has_kernel_dtype(k, v) or not has_kv_kernels(store, layer, k.dtype):
             return super().write_kv(store, layer, k, v, at)
         reference.check_write_kv(store, layer, k, v)
         self._addresses.check("write_kv", at, store, len(k))
-        tensors = (typed_memory(store), k, v, *slot_tensors(at))
+        tensors = (store.memory, k, v, *slot_tensors(at))
         check_same_device(*tensors)
-        self._kernels.get("store", "write_kv", T=k.dtype, KV=store.dtype)(
+        self._kernels.get("store", "write_kv", **kv_types(store.formats, k.dtype))(
             Grid((LANES, k.shape[1], len(k)), (LANES, 1, 1)),
             *tensors,
             memory_sizes(at),
@@ -249,27 +228,33 @@ class MetalOps(ReferenceOps):
         return None
 
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, indices: Tensor) -> tuple[Tensor, Tensor]:
-        if store.dtype not in (*KERNEL_DTYPES, torch.int8):
+        plain = next((each.dtype for each in store.formats if not each.is_quantized), torch.float32)
+        if not has_kv_kernels(store, layer, plain):
             return super().gather(store, layer, at, row, indices)
         self._addresses.check("gather", at, store)
         reference.check_gather(store, layer, at, row, indices)
         table, table_row, *_ = slot_tensors(at)
-        tensors = (typed_memory(store), table, table_row, indices.long().contiguous())
+        tensors = (store.memory, table, table_row, indices.long().contiguous())
         check_same_device(*tensors)
-        plain = torch.float32 if store.dtype is torch.int8 else store.dtype
-        kernel, sizes = self._kernels.get("store", "gather", T=plain, KV=store.dtype), memory_sizes(at)
         heads, *dims = store.heads(layer)
-        gathered = []
-        for part, dim in zip(plane_sizes(store, layer), dims, strict=True):
-            out = torch.empty(len(indices), heads, dim, dtype=plain, device=indices.device)
-            kernel(Grid((LANES, heads, len(indices)), (LANES, 1, 1)), out, *tensors, sizes, part, row)
-            gathered.append(out)
-        return gathered[0], gathered[1]
+        dtypes = (torch.float32 if each.is_quantized else each.dtype for each in store.formats)
+        k, v = (
+            torch.empty(len(indices), heads, dim, dtype=dtype, device=indices.device)
+            for dim, dtype in zip(dims, dtypes, strict=True)
+        )
+        self._kernels.get("store", "gather", **kv_types(store.formats, plain))(
+            Grid((LANES, heads, len(indices)), (LANES, 1, 1)),
+            *(k, v, *tensors),
+            memory_sizes(at),
+            planes(store, layer),
+            row,
+        )
+        return k, v
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
         reference.check_copy_blocks(store, src, dst)
         page, block = store.page_bytes // COPY_UNIT_BYTES, store.block_bytes // COPY_UNIT_BYTES
-        kernel = self._kernels.get("store", "copy_blocks", T=torch.float32, KV=torch.float32)
+        kernel = self._kernels.get("store", "copy_blocks", **ANY_TYPES)
         pairs = list(zip(src, dst, strict=True))
         for first, begin in product(range(0, len(pairs), MAX_COPY_PAIRS), range(0, block, MAX_COPY_UNITS)):
             block_ids = [each for pair in pairs[first : first + MAX_COPY_PAIRS] for each in pair]
@@ -277,14 +262,11 @@ class MetalOps(ReferenceOps):
             kernel(grid, store.memory[begin * COPY_UNIT_BYTES :].view(torch.int32), block_ids, Longs((page,)))
 
     def copy_tokens(self, store: KVStore, layer: int, src: Tensor, dst: Tensor) -> None:
-        if store.dtype not in (*KERNEL_DTYPES, torch.int8):
-            return super().copy_tokens(store, layer, src, dst)
         reference.check_copy_tokens(store, layer, src, dst)
-        memory, layout = typed_memory(store), planes(store, layer)
+        memory, layout = store.memory.view(COPY_UNIT), planes(store, layer, COPY_UNIT)
         check_same_device(memory, src, dst)
         heads, count = store.k(layer).shape[1], len(src)
-        plain = torch.float32 if store.dtype is torch.int8 else store.dtype
-        kernel = self._kernels.get("store", "copy_tokens", T=plain, KV=store.dtype)
+        kernel = self._kernels.get("store", "copy_tokens", **ANY_TYPES)
         grid = Grid((LANES, heads, count), (LANES, 1, 1))
         # A GPU copies all tokens at the same time, so what is read goes to other memory first.
         scratch, dense, order = make_token_buffer(store, layer, count)
@@ -308,7 +290,8 @@ class MetalOps(ReferenceOps):
     ) -> None:
         reference.check_attend(out, q, store, layer, at, spec, window)
         self._addresses.check("attend", at, store, len(q))
-        if not has_kernel_dtype(q, out) or store.dtype not in (q.dtype, torch.int8) or get_kernel_shape(spec) is None:
+        known = has_kernel_dtype(q, out) and has_kv_kernels(store, layer, q.dtype)
+        if not known or get_kernel_shape(spec) is None:
             return super().attend(out, q, store, layer, at, spec, window=window)
         return self._attention(out, q, store, layer, at, spec, window)
 

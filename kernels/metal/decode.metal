@@ -8,17 +8,11 @@
 
 constant constexpr int SPLIT = SIMDGROUPS * LANES;  // positions
 
-// Reads the N numbers of a vector of `dim` numbers that belong to this lane; numbers beyond the vector's end are 0.
+// Writes the N numbers of a vector that belong to this lane.
 template <int N, typename Stored>
-inline void read_numbers(thread float* to, const device Stored* from, int dim, int lane) {
-  for (int n = 0; n < N; n++) to[n] = lane * N + n < dim ? float(from[lane * N + n]) : 0.0f;
-}
-
-// Writes the N numbers of a vector that belong to this lane, each divided by `divisor`.
-template <int N, typename Stored>
-inline void write_numbers(device Stored* to, const thread float* numbers, float divisor, int dim, int lane) {
+inline void write_numbers(device Stored* to, const thread float* numbers, int dim, int lane) {
   for (int n = 0; n < N; n++)
-    if (lane * N + n < dim) to[lane * N + n] = Stored(numbers[n] / divisor);
+    if (lane * N + n < dim) to[lane * N + n] = Stored(numbers[n]);
 }
 
 // What a simdgroup keeps for HEADS query heads of one KV head: each lane holds N numbers of their queries and sums.
@@ -27,36 +21,36 @@ struct Heads {
   float queries[HEADS * N];
   Sums<N> sums[HEADS];
 
-  // Loads the queries of `count` heads, the first at `q` and each `stride` numbers after the one before; if count <
-  // HEADS, the last query is repeated.
-  void load(const device T* q, int count, int stride, int dim, int lane) {
+  // Loads the queries of `count` heads, the first at `q` and each `stride` numbers after the one before, and rotates
+  // them if keys are rotated; if count < HEADS, the last query is repeated.
+  void load(const device T* q, int count, int stride, PlaneSizes keys, int lane) {
+#pragma unroll  // so that queries are in registers
     for (int h = 0; h < HEADS; h++) {
       float query[N];  // a member array is not a pointer to thread from Metal 4.1 on
-      read_numbers<N>(query, q + min(h, count - 1) * stride, dim, lane);
+      read_numbers<N>(query, q + min(h, count - 1) * stride, keys.dim, lane);
+      if (is_rotated<K>(keys)) rotate<N, N>(query, keys.dim, lane);
       for (int n = 0; n < N; n++) queries[h * N + n] = query[n];
     }
   }
 
-  void add(const device KV* key, int k_dim, const device KV* value, int v_dim, Scoring scoring, int lane) {
+  void add(const device K* key, int k_dim, const device V* value, int v_dim, Scoring scoring, int lane) {
     float k[N], v[N];
     read_numbers<N>(k, key, k_dim, lane);
     read_numbers<N>(v, value, v_dim, lane);
-    const float k_scale = scale_of(key, k_dim), v_scale = scale_of(value, v_dim);
-    for (int n = 0; n < N; n++) v[n] *= v_scale;
     for (int h = 0; h < HEADS; h++) {
       float product = 0.0f;
       for (int n = 0; n < N; n++) product += queries[h * N + n] * k[n];
-      sums[h].add(score_of(simd_sum(product) * k_scale, scoring), 1.0f, v);
+      sums[h].add(score_of(simd_sum(product), scoring), 1.0f, v);
     }
   }
 
   // Adds to the sums the keys and values at positions begin .. end - 1 that the query sees.
-  void attend(Plane<const KV> keys, Plane<const KV> values, Mask mask, Scoring scoring, int query, int begin, int end,
+  void attend(Plane<const K> keys, Plane<const V> values, Mask mask, Scoring scoring, int query, int begin, int end,
               int lane) {
     for (int first = begin, run; first < end; first += run) {
       run = keys.layout.run(first, end);
-      const device KV* key = keys.at(first);
-      const device KV* value = values.at(first);
+      const device K* key = keys.at(first);
+      const device V* value = values.at(first);
       for (int i = 0; i < run; i++, key += keys.sizes.vector_stride, value += values.sizes.vector_stride)
         if (mask.sees(query, first + i)) add(key, keys.sizes.dim, value, values.sizes.dim, scoring, lane);
     }
@@ -100,14 +94,18 @@ inline void write_partial(device Partial* partial, device float* values, Sums<N>
     partial->top = sums.top;
     partial->total = sums.total;
   }
-  write_numbers<N>(values, sums.values, 1.0f, dim, lane);
+  write_numbers<N>(values, sums.values, dim, lane);
 }
 
-// Writes the attention output of one query and head, after all of its keys were summed.
+// Writes the attention output of one query and head, after all of its keys were summed; a sum of rotated values is
+// rotated back.
 template <int N>
-inline void finish(device T* to, Sums<N> sums, float sink, int dim, int lane) {
+inline void finish(device T* to, Sums<N> sums, float sink, PlaneSizes values, int lane) {
   sums.add_sink(sink);
-  write_numbers<N>(to, sums.values, sums.total, dim, lane);
+  float output[N];
+  for (int n = 0; n < N; n++) output[n] = sums.values[n] / sums.total;
+  if (is_rotated<V>(values)) rotate<N, N>(output, values.dim, lane);
+  write_numbers<N>(to, output, values.dim, lane);
 }
 
 struct Splits {
@@ -123,7 +121,7 @@ template <int N, int HEADS>
     device Partial* partial [[buffer(1)]],
     device float* values [[buffer(2)]],
     const device T* q [[buffer(3)]],
-    const device KV* memory [[buffer(4)]],
+    const device uchar* memory [[buffer(4)]],
     const device int* table [[buffer(5)]],
     const device int* table_row [[buffer(6)]],
     const device int* q_start [[buffer(7)]],
@@ -152,14 +150,14 @@ template <int N, int HEADS>
   const int first_head = kv_head * a.group + first, heads = min(HEADS, a.group - first);
 
   const device int* blocks = table + size_t(table_row[own]) * m.table_width;
-  const Plane<const KV> key_plane = {memory, blocks, planes.k, m.layout, m.head_in_block(kv_head)};
-  const Plane<const KV> value_plane = {memory, blocks, planes.v, m.layout, m.head_in_block(kv_head)};
+  const Plane<const K> key_plane = {(const device K*)memory, blocks, planes.k, m.layout, m.head_in_block(kv_head)};
+  const Plane<const V> value_plane = {(const device V*)memory, blocks, planes.v, m.layout, m.head_in_block(kv_head)};
   const Mask mask = mask_of(a, m, window_start, q_start[row], query, kv_head);
   const int begin = split * SPLIT + simdgroup * LANES;
   q += size_t(q_start[row]) * a.q_token;
   out += size_t(q_start[row]) * a.out_token;
   Heads<N, HEADS> ours;
-  ours.load(q + size_t(first_head) * a.q_head, heads, a.q_head, planes.k.dim, lane);
+  ours.load(q + size_t(first_head) * a.q_head, heads, a.q_head, planes.k, lane);
   ours.attend(key_plane, value_plane, mask, scoring, query, begin, min(begin + LANES, query + 1), lane);
 
   const Left<N> left = {tops, totals, shared};
@@ -172,7 +170,7 @@ template <int N, int HEADS>
       const Sums<N> all = left.joined(lane);
       const int head = first_head + h;
       const size_t at = (size_t(group_at.y) * a.q_heads + head) * splits.count + split;
-      if (splits.count == 1) finish(out + size_t(head) * a.out_head, all, sink_logits[head], planes.v.dim, lane);
+      if (splits.count == 1) finish(out + size_t(head) * a.out_head, all, sink_logits[head], planes.v, lane);
       else write_partial(partial + at, values + at * planes.v.dim, all, planes.v.dim, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -191,10 +189,11 @@ kernel void merge(
     constant Memory& memory_sizes [[buffer(6)]],
     constant AttentionCall& call [[buffer(7)]],
     constant Splits& splits [[buffer(8)]],
-    constant int& dim [[buffer(9)]],
+    constant PlaneSizes& value_sizes [[buffer(9)]],
     uint3 at [[thread_position_in_grid]]) {  // lane, query head, row
   const AttentionCall a = call;
   const Memory m = memory_sizes;
+  const PlaneSizes v = value_sizes;
   const int lane = at.x, head = at.y, row = splits.first_row + at.z;
   const int query = start[m.own(row, head / a.group)];
   if (query < 0) return;
@@ -202,11 +201,11 @@ kernel void merge(
   for (int split = 0; split <= query / SPLIT; split++) {
     const size_t from = (size_t(at.z) * a.q_heads + head) * splits.count + split;
     float theirs[N];
-    read_numbers<N>(theirs, values + from * dim, dim, lane);
+    read_numbers<N>(theirs, values + from * v.dim, v.dim, lane);
     all.add(partial[from].top, partial[from].total, theirs);
   }
   out += size_t(q_start[row]) * a.out_token + size_t(head) * a.out_head;
-  finish(out, all, sink_logits[head], dim, lane);
+  finish(out, all, sink_logits[head], v, lane);
 }
 
 #define DECODE(N, HEADS) \

@@ -3,6 +3,10 @@
 // order of summation depends on positions alone.
 #include "attend.h"
 
+// Types in threadgroup memory: rounding to T must not change what was dequantized, or rotated.
+typedef conditional_t<is_same_v<K, T> && is_same_v<V, T>, T, float> Staged;
+typedef conditional_t<is_same_v<K, uchar>, float, T> Query;
+
 // Sizes of tiles for heads of up to N * LANES numbers. For wider heads there are fewer queries per simdgroup and fewer
 // keys per tile, as all of them share 32 KiB of threadgroup memory.
 template <int N>
@@ -34,28 +38,23 @@ inline bool any_sees(Span queries, int begin, int end, Mask mask) {
 // A tile of keys or values in threadgroup memory.
 template <int N>
 struct Tile {
-  threadgroup KV* numbers;    // [KEYS, PITCH]
-  threadgroup float* scales;  // [KEYS]
-  threadgroup uint* sound;    // [KEYS]: 0 for a vector with a NaN or infinite number, otherwise 1
+  threadgroup Staged* numbers;  // [KEYS, PITCH], what they are worth
+  threadgroup uint* sound;      // [KEYS]: 0 for a vector with a NaN or infinite number, otherwise 1
 
   // Loads the tile that begins at position `begin`; the simdgroups load one vector after the other. Keys that no query
   // sees become 0, as they may never have been written.
-  void fetch(Plane<const KV> from, int begin, Span queries, Mask mask, uint simdgroup, uint lane) const {
+  template <typename Stored>
+  void fetch(Plane<const Stored> from, int begin, Span queries, Mask mask, uint simdgroup, uint lane) const {
     const int dim = from.sizes.dim;
     for (int j = simdgroup; j < Shape<N>::KEYS; j += SIMDGROUPS) {
-      threadgroup KV* to = numbers + j * Shape<N>::PITCH;
-      if (!any_sees(queries, begin + j, mask)) {
-        for (int d = lane; d < dim; d += LANES) to[d] = KV(0);
-        if (lane == 0) scales[j] = 0.0f;
-        if (lane == 0) sound[j] = 1;
-        continue;
-      }
-      const device KV* vector = from.at(begin + j);
-      bool numbers_only = is_number(scale_of(vector, dim));
-      for (int d = lane; d < dim; d += LANES) numbers_only = numbers_only && is_number(float(vector[d]));
-      for (int d = lane; d < dim; d += LANES) to[d] = vector[d];
+      float vector[N] = {0.0f};
+      if (any_sees(queries, begin + j, mask)) read_numbers<N>(vector, from.at(begin + j), dim, lane);
+      bool numbers_only = true;
+      for (int n = 0; n < N; n++) numbers_only = numbers_only && is_number(vector[n]);
+      threadgroup Staged* to = numbers + j * Shape<N>::PITCH + lane * N;
+      for (int n = 0; n < N; n++)
+        if (int(lane) * N + n < dim) to[n] = Staged(vector[n]);
       numbers_only = simd_all(numbers_only);
-      if (lane == 0) scales[j] = scale_of(vector, dim);
       if (lane == 0) sound[j] = numbers_only;
     }
   }
@@ -76,17 +75,21 @@ template <int N>
 struct Share {
   typedef Shape<N> S;
   int first;
-  threadgroup T* queries;      // [QUERIES, WIDTH]
+  threadgroup Query* queries;  // [QUERIES, WIDTH], rotated if keys are
   threadgroup float* weights;  // [QUERIES, KEYS]: softmax weights of the keys of a tile
   int position[S::QUERIES];
   Sums<N> sums[S::QUERIES];
 
-  void load(const device T* q, Queries all, AttentionCall a, int dim, int lane) {
+  void load(const device T* q, Queries all, AttentionCall a, PlaneSizes keys, int lane) {
     for (int r = 0; r < S::QUERIES; r++) {
       const int i = min(first + r, all.count - 1);
       position[r] = all.position(i);
       const device T* from = q + size_t(all.token(i)) * a.q_token + size_t(all.head(i)) * a.q_head;
-      for (int d = lane; d < dim; d += LANES) queries[r * S::WIDTH + d] = from[d];
+      float query[N];
+      read_numbers<N>(query, from, keys.dim, lane);
+      if (is_rotated<K>(keys)) rotate<N, N>(query, keys.dim, lane);
+      for (int n = 0; n < N; n++)
+        if (lane * N + n < keys.dim) queries[r * S::WIDTH + lane * N + n] = Query(query[n]);
     }
   }
 
@@ -100,7 +103,7 @@ struct Share {
     }
     for (int r = 0; r < S::QUERIES; r++) {
       const bool visible = lane < S::KEYS && mask.sees(position[r], begin + key);
-      const float score = visible ? score_of(products[r] * tile.scales[key], scoring) : NOTHING;
+      const float score = visible ? score_of(products[r], scoring) : NOTHING;
       const float higher = max(sums[r].top, simd_max(score));
       const float weight = visible ? fast::exp(score - higher) : 0.0f;
       sums[r].raise(higher);
@@ -120,20 +123,25 @@ struct Share {
         continue;
       }
       for (int n = 0; n < N; n++) {
-        const float value = float(tile.numbers[j * S::PITCH + n * LANES + lane]) * tile.scales[j];
+        const float value = float(tile.numbers[j * S::PITCH + n * LANES + lane]);
         for (int r = 0; r < S::QUERIES; r++) sums[r].values[n] += weights[r * S::KEYS + j] * value;
       }
     }
   }
 
-  void write(device T* out, Queries all, AttentionCall a, const device float* sink_logits, int dim, int lane) {
+  // Writes the outputs; sums of rotated values are rotated back.
+  void write(device T* out, Queries all, AttentionCall a, const device float* sink_logits, PlaneSizes values,
+             int lane) {
     for (int r = 0; r < S::QUERIES; r++) {
       if (first + r >= all.count) continue;
       const int token = all.token(first + r), head = all.head(first + r);
       sums[r].add_sink(sink_logits[head]);
       device T* to = out + size_t(token) * a.out_token + size_t(head) * a.out_head;
+      float output[N];
+      for (int n = 0; n < N; n++) output[n] = sums[r].values[n] / sums[r].total;
+      if (is_rotated<V>(values)) rotate<N, 1>(output, values.dim, lane);
       for (int n = 0; n < N; n++)
-        if (n * LANES + lane < dim) to[n * LANES + lane] = T(sums[r].values[n] / sums[r].total);
+        if (n * LANES + lane < values.dim) to[n * LANES + lane] = T(output[n]);
     }
   }
 };
@@ -144,7 +152,7 @@ template <int N>
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void prefill(
     device T* out [[buffer(0)]],
     const device T* q [[buffer(1)]],
-    const device KV* memory [[buffer(2)]],
+    const device uchar* memory [[buffer(2)]],
     const device int* table [[buffer(3)]],
     const device int* table_row [[buffer(4)]],
     const device int* q_start [[buffer(5)]],
@@ -160,9 +168,9 @@ template <int N>
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef Shape<N> S;
-  threadgroup T queries[S::ROWS * S::WIDTH];
-  threadgroup KV numbers[S::KEYS * S::PITCH];
-  threadgroup float scales[S::KEYS], weights[S::ROWS * S::KEYS];
+  threadgroup Query queries[S::ROWS * S::WIDTH];
+  threadgroup Staged numbers[S::KEYS * S::PITCH];
+  threadgroup float weights[S::ROWS * S::KEYS];
   threadgroup uint sound[S::KEYS];
   const Memory m = memory_sizes;
   const Planes planes = plane_sizes;
@@ -173,17 +181,17 @@ template <int N>
   if (all.start < 0 || first >= all.count) return;
 
   const device int* blocks = table + size_t(table_row[own]) * m.table_width;
-  const Plane<const KV> keys = {memory, blocks, planes.k, m.layout, m.head_in_block(kv_head)};
-  const Plane<const KV> values = {memory, blocks, planes.v, m.layout, m.head_in_block(kv_head)};
+  const Plane<const K> keys = {(const device K*)memory, blocks, planes.k, m.layout, m.head_in_block(kv_head)};
+  const Plane<const V> values = {(const device V*)memory, blocks, planes.v, m.layout, m.head_in_block(kv_head)};
   const Mask mask = mask_of(a, m, window_start, all.first_token, all.start, kv_head);
   const Span span = {all.position(first), all.position(min(first + S::ROWS, all.count) - 1)};
-  const Tile<N> tile = {numbers, scales, sound};
+  const Tile<N> tile = {numbers, sound};
   const int before = simdgroup * S::QUERIES;  // queries of other simdgroups
   Share<N> ours;
   ours.first = first + before;
   ours.queries = queries + before * S::WIDTH;
   ours.weights = weights + before * S::KEYS;
-  ours.load(q, all, a, planes.k.dim, lane);
+  ours.load(q, all, a, planes.k, lane);
 
   for (int begin = 0; begin <= span.newest; begin += S::KEYS) {
     if (!any_sees(span, begin, begin + S::KEYS, mask)) continue;
@@ -196,7 +204,7 @@ template <int N>
     ours.add(tile, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  ours.write(out, all, a, sink_logits, planes.v.dim, lane);
+  ours.write(out, all, a, sink_logits, planes.v, lane);
 }
 
 #define PREFILL(N) template [[host_name("prefill_" #N)]] kernel decltype(prefill<N>) prefill<N>;

@@ -1,5 +1,5 @@
 // The addresses of the keys of a row (`kernels.types.Slots`), and the layout of stored keys and values
-// (`kernels/store.py`). KV is the type of their numbers: T, or char with a float scale after each vector.
+// (`kernels/store.py`). K and V are the types of their numbers, see vectors.h; memory is bound as bytes.
 #pragma once
 
 #include "common.h"
@@ -17,10 +17,11 @@ struct Layout {
   }
 };
 
-// The layout of one layer's keys or values in the store's memory; offset and strides are in numbers of KV, and may
-// exceed 2^31.
+// The layout of one layer's keys or values in the store's memory. Offset and strides are counted in what is stored,
+// numbers or bytes with two numbers, and may exceed 2^31.
 struct PlaneSizes {
   long dim, offset, block_stride, head_stride, vector_stride;
+  long rotated;  // whether vectors are
 };
 
 struct Planes {
@@ -38,7 +39,7 @@ struct Memory {
   int head_in_block(int head) const { return heads > 1 ? 0 : head; }
 };
 
-// The stored keys or values of one head of one row. Number is KV, or const KV if they are only read.
+// The stored keys or values of one head of one row. Number is K or V, or const if they are only read.
 template <typename Number>
 struct Plane {
   device Number* memory;     // the store's
@@ -53,10 +54,6 @@ struct Plane {
            size_t(head) * sizes.head_stride + size_t(slot % layout.block_size) * sizes.vector_stride;
   }
 };
-
-// Returns the scale that follows a stored int8 vector; 1 for other types.
-inline float scale_of(const device char* vector, int dim) { return *(const device float*)(vector + dim); }
-inline float scale_of(const device T*, int) { return 1.0f; }
 
 // Returns the row to which a token of the step belongs: the last row that begins at or before the token.
 inline int row_of(int token, const device int* q_start, int rows) {

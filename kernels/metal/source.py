@@ -11,8 +11,16 @@ from pathlib import Path
 
 import torch
 
+from kernels.kv_formats import UINT4
+
 FOLDER = Path(__file__).parent
-TYPE_NAMES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat", torch.int8: "char"}
+TYPE_NAMES = {
+    torch.float32: "float",
+    torch.float16: "half",
+    torch.bfloat16: "bfloat",
+    torch.int8: "char",
+    UINT4: "uchar",  # bytes of two numbers
+}
 INCLUDE = re.compile(r'#include "(.+)"\n')
 
 

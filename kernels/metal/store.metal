@@ -1,56 +1,91 @@
-// Writes keys and values to the store, reads them, and copies blocks and tokens. KV is the type in which their numbers are stored.
-#include "slots.h"
+// Writes keys and values to the store, reads them, and copies blocks and tokens. K and V are the types in which keys
+// and values are stored.
+#include "vectors.h"
 
-// ---------------------------------------------------------------- int8
+constant constexpr float TINY = 1e-30f;  // least divisor in rounding, so that nothing is divided by 0
+
+// ---------------------------------------------------------------- write_kv: one simdgroup writes a vector
+inline void write_vector(const device T* from, device T* to, PlaneSizes sizes, uint lane) {
+  for (int i = lane; i < sizes.dim; i += LANES) to[i] = from[i];
+}
+
+// Rounds to int8: the largest magnitude becomes 127, halves are rounded to even. The scale is NaN if one of the numbers
+// is not finite.
 constant constexpr float LARGEST = 127.0f;
-constant constexpr float TINY = 1e-30f;  // least divisor in quantizing, so that nothing is divided by 0
-
-// One simdgroup quantizes a vector of n numbers to int8: the largest magnitude becomes 127, halves are rounded to even.
-// Returns the scale to each lane; it is NaN if one of the numbers is not finite.
-inline float quantize_vector(const device T* from, device char* to, int n, uint lane) {
+inline void write_vector(const device T* from, device char* to, PlaneSizes sizes, uint lane) {
+  const int n = sizes.dim;
   float largest = 0.0f;
   for (int i = lane; i < n; i += LANES) largest = max(largest, fabs(float(from[i])));
   const float scale = simd_max(largest) / LARGEST, divisor = max(scale, TINY);
   for (int i = lane; i < n; i += LANES) to[i] = char(rint(float(from[i]) / divisor));
   bool sound = true;
   for (int i = lane; i < n; i += LANES) sound = sound && is_number(float(from[i]));
-  return simd_all(sound) ? scale : as_type<float>(NO_NUMBER);
+  sound = simd_all(sound);
+  if (lane == 0) *(device float*)(to + n) = sound ? scale : as_type<float>(NO_NUMBER);
 }
 
-struct VectorSizes {
-  int dim, stride;  // numbers of a vector; numbers from vector to vector of the input
+// Rounds to int4, from the least number of a group to its largest. Each lane holds EIGHT numbers, whose group is in the
+// same lanes.
+constant constexpr int EIGHT = MOST_NUMBERS, LANES_OF_GROUP = MOST_GROUPED / EIGHT;
+constant constexpr float LARGEST_FLOAT = 3.402823466e+38f;
+
+// Returns the bits of a float rounded to a bfloat, halves to even.
+inline uint bfloat_bits(float x) {
+  const uint bits = as_type<uint>(x);
+  return (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+}
+
+// How the numbers of a group are rounded: by its scale and zero, which are stored as NaN if one of the numbers, or the
+// scale or zero itself, is not finite.
+struct Rounding {
+  float scale, zero;
+  bool sound;
+
+  Rounding(const thread float* numbers, bool there) {
+    float least = LARGEST_FLOAT, largest = -LARGEST_FLOAT, finite = 1.0f;
+    for (int n = 0; there && n < EIGHT; n++) {
+      least = min(least, numbers[n]);
+      largest = max(largest, numbers[n]);
+      finite = is_number(numbers[n]) ? finite : 0.0f;
+    }
+    for (int distance = 1; distance < LANES_OF_GROUP; distance *= 2) {
+      least = min(least, simd_shuffle_xor(least, ushort(distance)));
+      largest = max(largest, simd_shuffle_xor(largest, ushort(distance)));
+      finite = min(finite, simd_shuffle_xor(finite, ushort(distance)));
+    }
+    scale = as_type<float>(bfloat_bits((largest - least) / 15.0f) << 16);
+    zero = as_type<float>(bfloat_bits(least) << 16);
+    sound = finite != 0.0f && is_number(scale) && is_number(zero);
+  }
+
+  uint round(float x) const { return sound ? uint(clamp(rint((x - zero) / max(scale, TINY)), 0.0f, 15.0f)) : 0; }
+
+  // Returns the scale and the zero as they are stored.
+  uint bits() const { return sound ? as_type<uint>(scale) >> 16 | as_type<uint>(zero) : 0x7FC07FC0u; }
 };
 
-// Quantizes vectors: x [N, dim] -> out [N, dim] int8 and scale [N].
-kernel void quantize(
-    device char* out [[buffer(0)]],
-    device float* scale [[buffer(1)]],
-    const device T* x [[buffer(2)]],
-    constant VectorSizes& sizes [[buffer(3)]],
-    uint2 at [[thread_position_in_grid]]) {  // lane, vector
-  const float found =
-      quantize_vector(x + size_t(at.y) * sizes.stride, out + size_t(at.y) * sizes.dim, sizes.dim, at.x);
-  if (at.x == 0) scale[at.y] = found;
-}
-
-// Dequantizes vectors, one thread per number: x [N, dim] int8, scale [N] -> out [N, dim].
-kernel void dequantize(
-    device float* out [[buffer(0)]],
-    const device char* x [[buffer(1)]],
-    const device float* scale [[buffer(2)]],
-    constant VectorSizes& sizes [[buffer(3)]],
-    uint2 at [[thread_position_in_grid]]) {  // number, vector
-  out[size_t(at.y) * sizes.dim + at.x] = float(x[size_t(at.y) * sizes.stride + at.x]) * scale[at.y];
-}
-
-// ---------------------------------------------------------------- write_kv
-inline void write_vector(const device T* from, device T* to, int n, uint lane) {
-  for (int i = lane; i < n; i += LANES) to[i] = from[i];
-}
-
-inline void write_vector(const device T* from, device char* to, int n, uint lane) {
-  const float scale = quantize_vector(from, to, n, lane);
-  if (lane == 0) *(device float*)(to + n) = scale;
+inline void write_vector(const device T* from, device uchar* to, PlaneSizes sizes, uint lane) {
+  const int first = lane * EIGHT, dim = sizes.dim;
+  const bool there = first < dim;
+  float numbers[EIGHT];
+  read_numbers<EIGHT>(numbers, from, dim, lane);
+  if (is_rotated<uchar>(sizes)) rotate<EIGHT, EIGHT>(numbers, dim, lane);
+  const Rounding rounding = Rounding(numbers, there);
+  uint integers[2] = {0, 0};  // of four numbers each, in the low bits of four bytes
+  for (int n = 0; n < EIGHT; n++) integers[n / 4] |= rounding.round(numbers[n]) << (n % 4 * 8);
+  // Lane i of a group writes word i of its bytes: fours i and n / 8 + i, which are in other lanes.
+  const Grouped at = Grouped(there ? first : 0, dim);
+  const int begin = there ? at.begin / EIGHT : lane, i = lane - begin, high = there ? at.size / 8 + i : 0;
+  uint words[2];
+  for (int w = 0; w < 2; w++) {
+    const int four = w == 0 ? i : high;
+    const uint even = simd_shuffle(integers[0], ushort(begin + four / 2));
+    const uint odd = simd_shuffle(integers[1], ushort(begin + four / 2));
+    words[w] = four % 2 == 0 ? even : odd;
+  }
+  if (!there) return;
+  ((device uint*)(to + at.begin / 2))[i] = words[0] | words[1] << 4;
+  if (i == 0) ((device uint*)(to + dim / 2))[at.begin / MOST_GROUPED] = rounding.bits();
 }
 
 struct Entering {
@@ -59,7 +94,7 @@ struct Entering {
 
 // Writes k [N, H, D] and v [N, H, Dv] to their slots, one simdgroup per token and head.
 kernel void write_kv(
-    device KV* memory [[buffer(0)]],
+    device uchar* memory [[buffer(0)]],
     const device T* k [[buffer(1)]],
     const device T* v [[buffer(2)]],
     const device int* table [[buffer(3)]],
@@ -77,42 +112,60 @@ kernel void write_kv(
   const int own = m.own(row, head);
   if (start[own] < 0 || token >= q_start[m.rows]) return;
   const device int* blocks = table + size_t(table_row[own]) * m.table_width;
-  const Plane<KV> keys = {memory, blocks, planes.k, m.layout, m.head_in_block(head)};
-  const Plane<KV> values = {memory, blocks, planes.v, m.layout, m.head_in_block(head)};
+  const Plane<K> keys = {(device K*)memory, blocks, planes.k, m.layout, m.head_in_block(head)};
+  const Plane<V> values = {(device V*)memory, blocks, planes.v, m.layout, m.head_in_block(head)};
   const int index = start[own] + token - q_start[row];
   k += size_t(token) * entering.k_token + size_t(head) * entering.k_head;
   v += size_t(token) * entering.v_token + size_t(head) * entering.v_head;
-  write_vector(k, keys.at(index), planes.k.dim, at.x);
-  write_vector(v, values.at(index), planes.v.dim, at.x);
+  write_vector(k, keys.at(index), planes.k, at.x);
+  write_vector(v, values.at(index), planes.v, at.x);
 }
 
 // ---------------------------------------------------------------- gather
-typedef conditional_t<is_same_v<KV, char>, float, KV> Plain;
+typedef conditional_t<is_same_v<K, T>, T, float> PlainK;
+typedef conditional_t<is_same_v<V, T>, T, float> PlainV;
 
-inline T number_of(const device T* vector, int i, int) { return vector[i]; }
-inline float number_of(const device char* vector, int i, int dim) { return float(vector[i]) * scale_of(vector, dim); }
+inline void read_vector(device T* out, const device T* from, PlaneSizes sizes, uint lane) {
+  for (int i = lane; i < sizes.dim; i += LANES) out[i] = from[i];
+}
 
-// Reads the keys or values of one row's tokens with indices [S], or [S, H] if heads have addresses of their own, -> out
-// [S, H, dim], as float if they are stored as int8; one simdgroup per token and head.
+inline void read_vector(device float* out, const device char* from, PlaneSizes sizes, uint lane) {
+  const float scale = *(const device float*)(from + sizes.dim);
+  for (int i = lane; i < sizes.dim; i += LANES) out[i] = float(from[i]) * scale;
+}
+
+inline void read_vector(device float* out, const device uchar* from, PlaneSizes sizes, uint lane) {
+  float numbers[EIGHT];
+  read_numbers<EIGHT>(numbers, from, sizes.dim, lane);
+  if (is_rotated<uchar>(sizes)) rotate<EIGHT, EIGHT>(numbers, sizes.dim, lane);
+  for (int n = 0; n < EIGHT; n++)
+    if (int(lane) * EIGHT + n < sizes.dim) out[lane * EIGHT + n] = numbers[n];
+}
+
+// Reads the keys and values of one row's tokens with indices [S], or [S, H] if heads have addresses of their own, ->
+// k [S, H, D] and v [S, H, Dv], as float if they are stored as integers; one simdgroup per token and head.
 kernel void gather(
-    device Plain* out [[buffer(0)]],
-    const device KV* memory [[buffer(1)]],
-    const device int* table [[buffer(2)]],
-    const device int* table_row [[buffer(3)]],
-    const device long* indices [[buffer(4)]],
-    constant Memory& sizes [[buffer(5)]],
-    constant PlaneSizes& plane_sizes [[buffer(6)]],
-    constant int& row [[buffer(7)]],
+    device PlainK* k [[buffer(0)]],
+    device PlainV* v [[buffer(1)]],
+    const device uchar* memory [[buffer(2)]],
+    const device int* table [[buffer(3)]],
+    const device int* table_row [[buffer(4)]],
+    const device long* indices [[buffer(5)]],
+    constant Memory& sizes [[buffer(6)]],
+    constant Planes& plane_sizes [[buffer(7)]],
+    constant int& row [[buffer(8)]],
     uint3 at [[thread_position_in_grid]],  // lane, head, token
     uint3 grid [[threads_per_grid]]) {
   const Memory m = sizes;
-  const PlaneSizes p = plane_sizes;
+  const Planes planes = plane_sizes;
   const int head = at.y;
   const device int* blocks = table + size_t(table_row[m.own(row, head)]) * m.table_width;
-  const Plane<const KV> plane = {memory, blocks, p, m.layout, m.head_in_block(head)};
-  const device KV* vector = plane.at(int(indices[m.own(int(at.z), head)]));
-  out += (size_t(at.z) * grid.y + at.y) * p.dim;
-  for (int i = at.x; i < p.dim; i += LANES) out[i] = number_of(vector, i, p.dim);
+  const Plane<const K> keys = {(const device K*)memory, blocks, planes.k, m.layout, m.head_in_block(head)};
+  const Plane<const V> values = {(const device V*)memory, blocks, planes.v, m.layout, m.head_in_block(head)};
+  const int index = int(indices[m.own(int(at.z), head)]);
+  const size_t vector = size_t(at.z) * grid.y + at.y;
+  read_vector(k + vector * planes.k.dim, keys.at(index), planes.k, at.x);
+  read_vector(v + vector * planes.v.dim, values.at(index), planes.v, at.x);
 }
 
 // ---------------------------------------------------------------- copy_blocks
@@ -129,8 +182,10 @@ kernel void copy_blocks(
 }
 
 // ---------------------------------------------------------------- copy_tokens
+// Whatever the format of keys and values, they are copied as 16-bit units, in which all strides are counted.
+//
 // How the slots of tokens are stored, for what is read and for what is written: the number of slots of a block, and
-// strides in numbers from token to token, and from head to head (0: all heads have the same).
+// strides from token to token, and from head to head (0: all heads have the same).
 struct CopiedSlots {
   long src_block_size, src_token, src_head, dst_block_size, dst_token, dst_head;
 };
@@ -147,14 +202,14 @@ struct HeadSlot {
 };
 
 // One simdgroup copies a stored vector. A scale is part of its vector.
-inline void copy_vector(device KV* to, const device KV* from, PlaneSizes p, uint lane) {
+inline void copy_vector(device ushort* to, const device ushort* from, PlaneSizes p, uint lane) {
   for (int i = lane; i < int(p.vector_stride); i += LANES) to[i] = from[i];
 }
 
 // Copies keys and values from slots src of one memory to slots dst of another, one simdgroup per token and head.
 kernel void copy_tokens(
-    device KV* to [[buffer(0)]],
-    const device KV* from [[buffer(1)]],
+    device ushort* to [[buffer(0)]],
+    const device ushort* from [[buffer(1)]],
     const device long* src [[buffer(2)]],
     const device long* dst [[buffer(3)]],
     constant Planes& to_planes [[buffer(4)]],

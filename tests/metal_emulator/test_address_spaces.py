@@ -225,7 +225,7 @@ def test_our_kernels_pass(clang: Clang, capsys: pytest.CaptureFixture[str]) -> N
     ],
 )  # fmt: skip
 def test_ours_do_not_pass_with_another_space(clang: Clang, file: str, right: str, wrong: str, told: str) -> None:
-    text = assemble_source(file, {"T": torch.float16, "KV": torch.int8, "W": torch.float32})
+    text = assemble_source(file, {"T": torch.float16, "K": torch.int8, "V": torch.int8, "W": torch.float32})
     assert right in text
     with pytest.raises(SyntaxError, match=rf"^{told}\d+: "):
         clang.check(text.replace(right, wrong))

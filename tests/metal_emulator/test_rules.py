@@ -32,6 +32,7 @@ def refused(source: str) -> str:
         ("o[i] = std::exp(x[i]);", "'std': Metal has no std: write metal::"),
         ("thread_local int n; o[i] = n;", "'thread_local': Metal has no thread_local"),
         ("long long n = i; o[i] = n;", "'long long': Metal's long has 64 bits: write long"),
+        ("int half = 1; o[i] = half;", "'half' is a type in Metal: choose another name"),
         ('printf("%f", x[i]);', "'printf': Metal kernels cannot print"),
         ("assert(i < 3);", "'assert': Metal kernels cannot assert"),
         ("float (*f)(float) = fabs; o[i] = f(x[i]);", "'f': Metal has no function pointers: use a template parameter"),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.kv_formats import UINT4, KVFormat, KVFormats
 from kernels.metal.attention import SPLIT
 from kernels.metal.backend import MetalOps
 from kernels.metal.library import Kernels
@@ -66,8 +67,6 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "rope": ("layers", "rope"),
     "silu_mul": ("layers", "silu_mul"),
     "repeat_kv_heads": ("layers", "repeat_kv_heads", "repeat_kv_heads_step"),
-    "quantize": ("store", "quantize"),
-    "dequantize": ("store", "dequantize"),
     "write_kv": ("store", "write_kv"),
     "gather": ("store", "gather"),
     "copy_blocks": ("store", "copy_blocks"),
@@ -122,7 +121,19 @@ def _long_texts(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
             yield f"{what}, {row.tokens} after {row.past}", out
 
 
-FURTHER = {"rms_norm": _norm_bits, "silu_mul": _gate_bits, "attend": _long_texts}
+def _hard_to_round(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    """Vectors in int4 of large numbers close to each other, with a short group, some not finite."""
+    format, spec = KVFormat(UINT4), LayerSpec(1, 1, 72, 24)
+    case = AttentionCase(ops, Layout(7), spec, [CaseRow(0, 6)], dtype, formats=KVFormats(format, format))
+    for part in (case.k[0], case.v[0]):
+        part.add_(100)
+        part[1:3, 0, 5] = torch.tensor((torch.nan, torch.inf))
+        part[3, 0, :2] = torch.tensor((3e38, -3e38))
+    case.write()
+    yield "hard to round", case.pages.memory.float()
+
+
+FURTHER = {"rms_norm": _norm_bits, "silu_mul": _gate_bits, "attend": _long_texts, "write_kv": _hard_to_round}
 
 
 # -------------------------------------------------------------------- running them

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.kv_formats import UINT4, KVFormat, KVFormats
 from kernels.metal import attention, backend
 from kernels.metal.attention import SPLIT
 from kernels.metal.backend import MAX_COPY_PAIRS, MetalOps
@@ -116,6 +117,77 @@ def test_products_of_odd_widths(ops: MetalOps, inputs: int) -> None:
     torch.testing.assert_close(ops.linear(x, weight).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
 
 
+# ---------------------------------------------------------------- formats of keys and values
+FORMATS = {
+    "int8": KVFormat(torch.int8),
+    "int4": KVFormat(UINT4),
+    "int4, rotated": KVFormat(UINT4, rotated=True),
+    "as computed": KVFormat(torch.float32),
+}
+HARD = (  # numbers of a vector that are hard to round
+    torch.nan,
+    torch.inf,
+    -torch.inf,
+    *(3e38, -3e38, 3.39e38),  # of which the difference, or the scale, is infinite
+    *(1e-40, -1e-38, 0.0, 2.5, 7.5),
+)
+
+
+@pytest.mark.parametrize("format", list(FORMATS)[1:3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_int4_has_the_bits_of_the_reference_in_every_width(ops: MetalOps, format: str, dtype: torch.dtype) -> None:
+    """Vectors of normal numbers, equal ones, whole ones (halves are rounded), and with one that is hard to round."""
+    formats = KVFormats(FORMATS[format], FORMATS[format])
+    for dim in range(8, 257, 8):
+        spec, tokens = LayerSpec(1, 1, dim, 264 - dim), 4 + len(HARD)
+        kept = []
+        for each in (ReferenceOps(), ops):
+            case = AttentionCase(each, Layout(7), spec, [CaseRow(0, tokens)], dtype, formats=formats)
+            for part in (case.k[0], case.v[0]):
+                part[0] = 0.3
+                part[1] = 0.0
+                part[2:4] = torch.arange(part.shape[-1]).flip(0) % 31 / 2 - 4
+                part[4:, 0, 5] = torch.tensor(HARD)
+            case.write()
+            found = each.gather(case.store, 0, case.at, 0, torch.arange(tokens))
+            kept.append((case.pages.memory, *found))
+        for theirs, ours in zip(*kept, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("v", FORMATS)
+@pytest.mark.parametrize("k", FORMATS)
+def test_keys_and_values_of_any_formats_have_kernels(k: str, v: str) -> None:
+    compiled: list[str] = []
+
+    def recording(source: str) -> Any:
+        compiled.append(source)
+        return compile_shader(source)
+
+    ops, formats = MetalOps(Kernels(recording)), KVFormats(FORMATS[k], FORMATS[v])
+    spec, rows = LayerSpec(2, 4, 64, 96, scale=0.125), (CaseRow(SPLIT + 9, 1), CaseRow(3, 5))
+    case = AttentionCase(ops, Layout(16), spec, rows, torch.float32, formats=formats)
+    case.write()
+    for ours, theirs in zip(case.attend(), case.attend(ReferenceOps()), strict=True):
+        assert (ours - theirs).abs().max() < 3e-6
+    ops.gather(case.store, 0, case.at, 1, torch.arange(3))
+    names = {torch.float32: "float", torch.int8: "char", UINT4: "uchar"}
+    typedefs = f"typedef {names[formats.k.dtype]} K;\ntypedef {names[formats.v.dtype]} V;\n"
+    assert all(typedefs in source for source in compiled)
+    assert len(compiled) == 3, "store, decode, prefill"
+
+
+def test_int4_of_heads_that_are_too_wide_is_the_references(ops: MetalOps) -> None:
+    formats = KVFormats(FORMATS["int4, rotated"], FORMATS["int8"])
+    case = AttentionCase(ops, Layout(16), LayerSpec(1, 2, 264, 16), [CaseRow(5, 3)], torch.float32, formats=formats)
+    case.write()
+    found = ops.gather(case.store, 0, case.at, 0, torch.arange(8))
+    wanted = ReferenceOps().gather(case.store, 0, case.at, 0, torch.arange(8))
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+    assert torch.equal(case.attend()[0], case.attend(ReferenceOps())[0])
+
+
 def test_heads_that_are_too_wide_are_the_references(ops: MetalOps) -> None:
     case = AttentionCase(
         ReferenceOps(), Layout(16), LayerSpec(1, 2, 264, 16), [CaseRow(5, 1), CaseRow(0, 3)], torch.float32
@@ -144,8 +216,7 @@ def _wrong_layers() -> dict[str, tuple[str, Call]]:
     """Return a description, words of the message, and the call, for each wrong call."""
     x, square, norm = torch.ones(2, 64), torch.ones(64, 64), torch.ones(64)
     q, cos, here = torch.ones(4, 4, 16), torch.ones(9, 8), torch.zeros(4, dtype=torch.int64)
-    quantized, numbers = quantize_as_mlx(square, 4, 32), torch.ones(3, 4, dtype=torch.int8)
-    away, apart = torch.device("meta"), torch.ones(3, 8, dtype=torch.int8)[:, ::2]
+    quantized, away = quantize_as_mlx(square, 4, 32), torch.device("meta")
     return {
         "a weight of another width": ("x must be", lambda ops, at: ops.linear(x, torch.ones(5, 63))),
         "a short bias": ("bias must be .*64", lambda ops, at: ops.linear(x, square, torch.ones(63))),
@@ -181,10 +252,6 @@ def _wrong_layers() -> dict[str, tuple[str, Call]]:
         "a gate of odd width": ("two halves", lambda ops, at: ops.silu_mul(x[:, 1:])),
         "a gate of every second number": ("must be dense", lambda ops, at: ops.silu_mul(x[:, ::2])),
         "heads of every second number": ("must be dense", lambda ops, at: ops.repeat_kv_heads(q[..., ::2], 2)),
-        "every second number of a vector": ("must be dense", lambda ops, at: ops.quantize(q[..., ::2])),
-        "scales for other vectors": ("scale must be", lambda ops, at: ops.dequantize(numbers, torch.ones(4))),
-        "scales elsewhere": ("on meta", lambda ops, at: ops.dequantize(numbers, torch.ones(3, device=away))),
-        "vectors of every second number": ("must be dense", lambda ops, at: ops.dequantize(apart, torch.ones(3))),
     }
 
 

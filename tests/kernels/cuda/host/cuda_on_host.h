@@ -35,6 +35,7 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
 inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }
 inline float __expf(float x) { return std::exp(x); }
@@ -52,7 +53,7 @@ static emulator::Fibers fibers;
 static emulator::Registers scheduler;
 static emulator::Fiber* threads[MOST];
 static Place places[MOST];
-static float exchanged[2][MOST];  // what lanes give to others; in turn, as some lanes still read the last exchange
+static unsigned exchanged[2][MOST];  // what lanes give to others; in turn, as some lanes still read the last exchange
 static unsigned turns[MOST];
 static unsigned current, count;
 static void (*body)(void*);
@@ -123,20 +124,30 @@ void launch(void (*kernel)(P...), const unsigned* groups, const unsigned* size, 
   run(kernel, std::index_sequence_for<P...>(), groups, size, given);
 }
 
-// Gives a value to the lanes of the warp, and returns that of another lane.
-inline float exchange(float value, unsigned mask) {
-  const unsigned turn = turns[current]++ % 2, own = current;
-  exchanged[turn][own] = value;
+// Gives a value of 32 bits to the lanes of the warp, and returns that of another lane.
+template <typename T>
+inline T exchange(T value, unsigned other) {
+  static_assert(sizeof(T) == sizeof(unsigned), "a word");
+  const unsigned turn = turns[current]++ % 2, first = current / WARP * WARP;
+  std::memcpy(&exchanged[turn][current], &value, sizeof value);
   wait(AT_WARP);
-  return exchanged[turn][own ^ mask];
+  std::memcpy(&value, &exchanged[turn][first + other], sizeof value);
+  return value;
 }
 
 }  // namespace host
 
 inline void __syncthreads() { host::wait(host::AT_BLOCK); }
-inline float __shfl_xor_sync(unsigned, float value, int mask) { return host::exchange(value, mask); }
+template <typename T>
+inline T __shfl_sync(unsigned, T value, int lane) {
+  return host::exchange(value, lane);
+}
+template <typename T>
+inline T __shfl_xor_sync(unsigned all, T value, int mask) {
+  return __shfl_sync(all, value, (host::current % host::WARP) ^ mask);
+}
 inline bool __all_sync(unsigned, bool value) {
   float all = value;
-  for (int mask = 16; mask > 0; mask /= 2) all = all * host::exchange(all, mask);
+  for (int mask = 16; mask > 0; mask /= 2) all = all * __shfl_xor_sync(0, all, mask);
   return all != 0.0f;
 }
