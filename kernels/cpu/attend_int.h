@@ -4,8 +4,8 @@
 //
 // A number is worth integer * scale + zero, where scale and zero belong to a group of 64 numbers, so a product of 64 of
 // them is worth scale * (product of integers) + zero * (sum of the other factors). An int8 vector counts as groups that
-// have the same scale, and unsigned integers whose zero is -128 * scale. A vector that is not finite has integers that
-// are, and a scale and a zero of NaN: a query that does not see it multiplies them by nothing.
+// have the same scale. A vector that is not finite has integers that are, and a scale and a zero of NaN: a query that
+// does not see it multiplies them by nothing.
 //
 // The result of a row depends on its position alone. Knows neither tensors nor threads.
 #pragma once
@@ -122,8 +122,8 @@ class IntAttentionHead : IntBlocks {
 
   void attend_tile(int64_t tile, const Tile& found) {
     const int64_t end = found.seen.end - tile;
-    read_scales(kv_.k, found.k, -128.f, k_scales_);  // the integers of keys are multiplied as unsigned ones
-    read_scales(kv_.v, found.v, 0.f, v_scales_);
+    read_scales(kv_.k, found.k, key_shift(kv_.k.format), k_scales_);
+    read_scales(kv_.v, found.v, value_shift(kv_.v.format), v_scales_);
     with_format(kv_.k.format, [&](auto of_k) { pack_keys<decltype(of_k)>(found.k, end); });
     with_format(kv_.v.format, [&](auto of_v) { pack_values<decltype(of_v)>(found.v, end); });
     for (int64_t first = 0; first < kv_.rows.count; first += L) {
@@ -137,30 +137,34 @@ class IntAttentionHead : IntBlocks {
     }
   }
 
-  // Reads what the integers of a tile's vectors are worth; the zero of int8 is `zero` times the scale.
-  static void read_scales(const StoredVectors& stored, const char* const* vectors, float zero, Scales& to) {
+  // Reads what the integers of a tile's vectors are worth, to which `shift` was added. The zero is NaN if the scale is.
+  static void read_scales(const StoredVectors& stored, const char* const* vectors, int shift, Scales& to) {
+    const auto shifted = static_cast<float>(shift);
     for (int64_t c = 0; c < chunks(stored.dim); ++c) {
       float *const scales = to.scale[c], *const zeros = to.zero[c];
       if (stored.format == at::kChar) {
         for (int64_t j = 0; j < TILE; ++j) scales[j] = scale_of(vectors[j], stored.dim);
-        for (int64_t j = 0; j < TILE; ++j) zeros[j] = zero * scales[j];
+        for (int64_t j = 0; j < TILE; ++j) zeros[j] = -shifted * scales[j];
         continue;
       }
       uint32_t both[TILE];
       for (int64_t j = 0; j < TILE; ++j) both[j] = scale_and_zero_of(vectors[j], stored.dim, c);
       for (int64_t j = 0; j < TILE; ++j) scales[j] = scale_in(both[j]);
-      for (int64_t j = 0; j < TILE; ++j) zeros[j] = zero_in(both[j]) + 0.f * scales[j];  // NaN, if the scale is
+      for (int64_t j = 0; j < TILE; ++j) zeros[j] = zero_in(both[j]) - shifted * scales[j];
     }
   }
 
   // Arranges the first `end` keys of a tile as right blocks, one for each chunk of their numbers.
   template <typename KV>
   void pack_keys(const char* const* keys, int64_t end) {
-    for (int64_t c = 0; c < k_chunks_; ++c)
-      for (int64_t j = 0; j < end; j += L) {
-        transpose_keys<KV>(keys + j, c, k_dim_, k_ + c * RIGHT + j / L * PART);
+    for (int64_t c = 0; c < k_chunks_; ++c) {
+      const bool whole_group = std::is_same_v<KV, Int4> && (c + 1) * GROUP <= k_dim_;
+      for (int64_t j = 0; j < end; j += whole_group ? 2 * L : L) {
+        uint8_t* const to = k_ + c * RIGHT + j / L * PART;
+        whole_group ? transpose_int4_keys(keys + j, c, to) : transpose_keys<KV>(keys + j, c, k_dim_, to);
         tiles_.queue().fetch();
       }
+    }
   }
 
   // Arranges the first `end` values of a tile as right blocks. What is left in a block by others is multiplied by 0.
