@@ -208,7 +208,9 @@ def test_a_vector_that_is_not_finite_shows_where_it_is_seen_and_nowhere_else(
 
 
 def test_the_widest_heads_with_more_rows_than_go_together(backend: str, dtype: torch.dtype) -> None:
-    case = make_case(backend, dtype, ("int4", "int4 rotated"), LayerSpec(1, 3, 256, 256, scale=1 / 16), [CaseRow(70, 60)])
+    case = make_case(
+        backend, dtype, ("int4", "int4 rotated"), LayerSpec(1, 3, 256, 256, scale=1 / 16), [CaseRow(70, 60)]
+    )
     store_and_read(case)
     [out] = case.attend()
     assert (out.double() - expected(case, 0, None)).abs().max() < TOLERANCE[dtype]
