@@ -78,7 +78,7 @@ def check_what_is_left(name: str, found: Tensor, computed: Tensor, *, hadamard: 
             for begin in (first, first + group // 2):
                 half, kept = (each[..., begin : begin + group // 2] for each in (x, left))
                 width = np.abs(half).max(-1, keepdims=True) / 8
-                # Half a step, a whole one at the end without an integer of its own, and what the scale loses in bfloat16
+                # Half a step, a whole one at the end that has no integer of its own, and what bfloat16 takes of the scale
                 error, steps = np.abs(kept - half) / width, np.abs(kept / width)
                 assert (error <= 0.5 + 0.04 + 0.5 * (np.abs(half / width) > 7.46)).all()
                 assert (np.abs(steps - np.rint(steps)) < 0.04).all(), "no multiple of a step"
