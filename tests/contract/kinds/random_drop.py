@@ -325,9 +325,8 @@ class RandomDropCache(KVCache[DropSequence]):
             )
         )
         for plane in self.stores[layer].planes(layer):
-            for numbers in (plane.numbers, plane.scale):
-                if numbers is not None:
-                    numbers[target[0], :, target[1]] = numbers[source[0], :, source[1]]
+            for numbers in plane.parts:
+                numbers[target[0], :, target[1]] = numbers[source[0], :, source[1]]
         self.release(part.blocks)
         part.blocks, part.positions = fresh, kept
 
