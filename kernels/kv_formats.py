@@ -4,17 +4,18 @@ A vector is the key or the value of one token in one KV head. Its D numbers are 
 
     as computed | D numbers
     int8        | D bytes | scale: float32                                  a number is worth integer * scale
-    int4        | D / 2 bytes | scale and zero of each group: bfloat16      a number is worth integer * scale + zero
+    int4        | D / 2 bytes | two scales of each group: bfloat16          a number is worth (integer - 8) * scale
 
-Integers of int8 are -127 .. 127, the largest magnitude of the vector being 127. Those of int4 are 0 .. 15, from the
-least number of their group to its largest. A group has 64 numbers, the last one of a vector those that are left. Of its
-n / 2 bytes, byte j holds integer j in its low four bits and integer n / 2 + j in its high ones.
+Integers of int8 are -127 .. 127, the largest magnitude of the vector being 127. Those of int4 are 0 .. 15, in groups of
+64 numbers, the last one of a vector of those that are left. Of a group's n / 2 bytes, byte j holds integer j in its low
+four bits and integer n / 2 + j in its high ones. Each half of a group has a scale, as in llama.cpp's q4_0: that by
+which its number of the largest magnitude becomes 0, that is -8; of two such numbers the negative one.
 
 A format may be `rotated`: before it is rounded, a vector is multiplied by a Hadamard matrix, which spreads outliers
 over all of its numbers (QuaRot: Ashkboos et al. 2024, arXiv:2404.00456). Attention rotates queries alike, as products
 of rotated vectors are those of the vectors, and rotates its sums of rotated values back.
 
-If a number is NaN or infinite, so is what is read of its vector (int8) or group (int4).
+If a number is NaN or infinite, what is read of its vector (int8) or half of a group (int4) is NaN.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import torch
 from torch import Tensor
 
 UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]  # stands for int4; torch computes nothing with it
-GROUP = 64  # integers of 4 bits that share a scale and a zero
+GROUP = 64  # integers of 4 bits that share bytes: those of the first half are the low bits
 MIN_SCALE = 1e-30  # least divisor in rounding, so that equal numbers are not divided by 0
 SCALE = torch.float32  # dtype of the scale of an int8 vector
-GROUP_SCALE = torch.bfloat16  # dtype of the scales and zeros of int4: any float32 stays finite
+HALF_SCALE = torch.bfloat16  # dtype of the scale of half a group of int4: it has the range of float32
 
 Index = Tensor | tuple[Tensor, ...]
 
@@ -53,7 +54,7 @@ class KVFormat(NamedTuple):
         """Return the bytes of one token's key or value in one head, its scales included."""
         assert dim % self.divisor == 0, "scales would not be aligned"
         if self.dtype is UINT4:
-            return dim // 2 + 2 * count_groups(dim) * GROUP_SCALE.itemsize
+            return dim // 2 + 2 * count_groups(dim) * HALF_SCALE.itemsize
         return dim * self.dtype.itemsize + (SCALE.itemsize if self.is_quantized else 0)
 
     def encode(self, x: Tensor) -> Plane:
@@ -83,8 +84,7 @@ class Plane(NamedTuple):
 
     format: KVFormat
     numbers: Tensor  # [..., D]; of int4, bytes [..., D / 2]
-    scale: Tensor | None = None  # of int8 [...]; of int4 [..., groups]
-    zero: Tensor | None = None  # of int4 [..., groups]
+    scale: Tensor | None = None  # of int8 [...]; of int4 [..., groups, 2]
 
     @property
     def parts(self) -> list[Tensor]:
@@ -107,10 +107,11 @@ class Plane(NamedTuple):
 
     def read(self) -> Tensor:
         """Return what the numbers are worth, [..., D]: rotated, if the format is; float32, if they are quantized."""
-        if self.zero is not None:
-            assert self.scale is not None
-            return _read_int4(self.numbers, self.scale, self.zero)
-        return self.numbers if self.scale is None else self.numbers.float() * self.scale[..., None]
+        if self.scale is None:
+            return self.numbers
+        if self.format.dtype is UINT4:
+            return _read_int4(self.numbers, self.scale)
+        return self.numbers.float() * self.scale[..., None]
 
     def decode(self) -> Tensor:
         """Return the keys or values [..., D], rotated back; float32, if they are quantized."""
@@ -152,28 +153,28 @@ def _round_to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale.clamp_min(MIN_SCALE)[..., None]).round().to(torch.int8), scale
 
 
-def _round_to_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (bytes [..., D / 2], scales [..., groups], zeros [..., groups]); halves are rounded to even."""
-    parts = [_round_group(group) for group in x.split(GROUP, -1)]
-    numbers, scales, zeros = zip(*parts, strict=True)
-    return torch.cat(numbers, -1), torch.stack(scales, -1), torch.stack(zeros, -1)
+def _round_to_int4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (bytes [..., D / 2], scales [..., groups, 2]); halves are rounded to even."""
+    numbers, scales = zip(*(_round_group(group) for group in x.split(GROUP, -1)), strict=True)
+    return torch.cat(numbers, -1), torch.stack(scales, -2)
 
 
-def _round_group(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (bytes [..., n / 2], scale [...], zero [...]) of groups x [..., n]."""
-    least, largest = x.amin(-1), x.amax(-1)
-    scale, zero = ((largest - least) / 15).to(GROUP_SCALE), least.to(GROUP_SCALE)
-    integers = (x - zero.float()[..., None]) / scale.float().clamp_min(MIN_SCALE)[..., None]
-    finite = x.isfinite().all(-1) & scale.isfinite() & zero.isfinite()
-    integers = integers.round().clamp(0, 15).where(finite[..., None], 0).to(torch.uint8)
-    low, high = integers.chunk(2, -1)
-    return low | (high << 4), scale.where(finite, torch.nan), zero.where(finite, torch.nan)
+def _round_group(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (bytes [..., n / 2], scales [..., 2]) of groups x [..., n]."""
+    halves = x.unflatten(-1, (2, -1))
+    least, largest = halves.amin(-1), halves.amax(-1)
+    scale = (torch.where(largest > -least, largest, least) / -8).to(HALF_SCALE)
+    finite = halves.isfinite().all(-1) & scale.isfinite()
+    divisor = scale.float().where(scale.abs() > MIN_SCALE, MIN_SCALE)
+    integers = ((halves / divisor[..., None]).round() + 8).clamp(0, 15).where(finite[..., None], 8).to(torch.uint8)
+    low, high = integers.unbind(-2)
+    return low | (high << 4), scale.where(finite, torch.nan)
 
 
-def _read_int4(numbers: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Return what bytes [..., D / 2] with scales and zeros [..., groups] are worth, [..., D] float32."""
+def _read_int4(numbers: Tensor, scale: Tensor) -> Tensor:
+    """Return what bytes [..., D / 2] with scales [..., groups, 2] are worth, [..., D] float32."""
     groups = []
     for i, both in enumerate(numbers.split(GROUP // 2, -1)):
-        integers = torch.cat((both & 15, both >> 4), -1)
-        groups.append(integers.float() * scale[..., i, None].float() + zero[..., i, None].float())
+        halves = torch.stack((both & 15, both >> 4), -2).float() - 8  # [..., 2, n / 2]
+        groups.append((halves * scale[..., i, :, None].float()).flatten(-2))
     return torch.cat(groups, -1)

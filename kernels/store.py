@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.kv_formats import GROUP_SCALE, SCALE, UINT4, KVFormat, KVFormats, Plane, as_formats, count_groups
+from kernels.kv_formats import HALF_SCALE, SCALE, UINT4, KVFormat, KVFormats, Plane, as_formats, count_groups
 from kernels.memory import allocate
 from kernels.types import LayerSpec
 
@@ -125,17 +125,16 @@ class KVStore:
         """View the keys or values of a layer, the first of which begins `offset` bytes into a block."""
         vector = format.compute_vector_bytes(dim)
 
-        def view(dtype: torch.dtype, start: int, width: int, step: int = 1) -> Tensor:
-            """View `width` numbers of each vector from byte `start` on, `step` numbers apart."""
+        def view(dtype: torch.dtype, start: int, width: int) -> Tensor:
+            """View `width` numbers of each vector from byte `start` on."""
             size = dtype.itemsize
-            strides = (self.page_bytes // size, self.block_size * vector // size, vector // size, step)
+            strides = (self.page_bytes // size, self.block_size * vector // size, vector // size, 1)
             shape = (self.num_blocks, heads, self.block_size, width)
             return self.memory.view(dtype).as_strided(shape, strides, (offset + start) // size)
 
         if format.dtype is UINT4:
-            groups, size = count_groups(dim), GROUP_SCALE.itemsize
-            scale, zero = (view(GROUP_SCALE, dim // 2 + first, groups, 2) for first in (0, size))
-            return Plane(format, view(torch.uint8, 0, dim // 2), scale, zero)
+            scales = view(HALF_SCALE, dim // 2, 2 * count_groups(dim))
+            return Plane(format, view(torch.uint8, 0, dim // 2), scales.unflatten(-1, (-1, 2)))
         numbers = view(format.dtype, 0, dim)
         return Plane(format, numbers, view(SCALE, dim, 1)[..., 0]) if format.is_quantized else Plane(format, numbers)
 
