@@ -6,8 +6,9 @@ If kernels run on the CPU they read the same memory; for another device the arra
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import add
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import TypeVar
 
@@ -26,35 +27,71 @@ from cache_strategies.types import Geometry
 from cache_strategies.visible import count_dropped_tokens
 from config.errors import SettingsError
 from kernels.arguments import check_entries
+from kernels.kv_formats import UINT4, KVFormat, KVFormats
 from kernels.ops import KVLocation
 from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 
+log = logging.getLogger(__name__)
+
 Int32 = NDArray[np.int32]
+
+
+KVDtype = Literal["model", "int8", "int4"]
 
 
 class TableOptions(Options):
     """Options of every kind that keeps keys and values in a `KVStore`."""
 
-    kv_dtype: Literal["model", "int8"] = Field(
+    k_dtype: KVDtype = Field(
         "model",
-        description="dtype of keys and values; int8 (a scale per vector) takes half the memory of bfloat16 and rounds",
+        description="how keys are stored: as computed, or rounded to int8 (half the memory of bfloat16) or int4",
+    )
+    v_dtype: KVDtype = Field("model", description="how values are stored; they bear fewer bits than keys")
+    hadamard: bool = Field(
+        True, description="rotate what is stored in int4, so that outliers do not cost its precision"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_kv_dtype(cls, values: Any) -> Any:
+        """Take `kv_dtype`, the former name of both options."""
+        if not isinstance(values, Mapping) or "kv_dtype" not in values:
+            return values
+        values = dict(values)
+        both = values.pop("kv_dtype")
+        log.warning("the option kv_dtype is deprecated: use k_dtype = v_dtype = %r", both)
+        return {"k_dtype": both, "v_dtype": both} | values
 
-def resolve_kv_dtype(options: Options, geometry: Geometry) -> torch.dtype:
-    """Return the dtype in which keys and values are stored.
 
-    Raises SettingsError for int8 if a head dimension is not a multiple of 4.
+def resolve_kv_formats(options: Options, geometry: Geometry) -> KVFormats:
+    """Return the formats in which keys and values are stored: those of the options, by default as computed.
+
+    Raises SettingsError if a head dimension does not suit a format.
     """
-    if getattr(options, "kv_dtype", "model") == "model":
-        return geometry.kv_dtype
-    if unsupported := {dim for spec in geometry.layers for dim in (spec.head_dim, spec.v_head_dim) if dim % 4}:
-        dims = ", ".join(map(str, sorted(unsupported)))
-        raise SettingsError(
-            f"kv_dtype=int8 needs head dimensions that are multiples of 4, this model has {dims}: use kv_dtype=model"
-        )
-    return torch.int8
+    rotated = getattr(options, "hadamard", True)
+    k, v = (_resolve_kv_format(options, name, geometry.kv_dtype, rotated=rotated) for name in ("k_dtype", "v_dtype"))
+    dims_by_name = {
+        "k_dtype": (k, {spec.head_dim for spec in geometry.layers}),
+        "v_dtype": (v, {spec.v_head_dim for spec in geometry.layers}),
+    }
+    for name, (format, dims) in dims_by_name.items():
+        if unsupported := sorted(dim for dim in dims if dim % format.divisor):
+            raise SettingsError(
+                f"{name}={getattr(options, name)} needs head dimensions that are multiples of {format.divisor}, this "
+                f"model has {', '.join(map(str, unsupported))}: use {name}=model"
+            )
+    return KVFormats(k, v)
+
+
+def _resolve_kv_format(options: Options, name: str, computed: torch.dtype, *, rotated: bool) -> KVFormat:
+    match getattr(options, name, "model"):
+        case "int8":
+            return KVFormat(torch.int8)
+        case "int4":
+            return KVFormat(UINT4, rotated)
+        case _:
+            return KVFormat(computed)
 
 
 class TableSequence(KVSequence):
@@ -246,13 +283,13 @@ class BlockTableCache(KVCache[TableSequenceT]):
         super().__init__(setup, options)
         geometry = setup.geometry
         tokens, blocks = self.block_layout(options, geometry)
-        layers, dtype = geometry.layers, resolve_kv_dtype(options, geometry)
+        layers, formats = geometry.layers, resolve_kv_formats(options, geometry)
         parts = self.divide_layers(options, geometry)
-        self.stores = self.make_stores(parts, tokens, dtype)
+        self.stores = self.make_stores(parts, tokens, formats)
         self.store = self.stores[0]
         numbers = {layer: number for number, part in enumerate(parts) for layer in part}
         self.store_by_layer = [numbers[layer] for layer in range(len(layers))]
-        setup.ops.prepare(layers, geometry.kv_dtype, dtype)
+        setup.ops.prepare(layers, geometry.kv_dtype, formats)
         num_blocks = [store.num_blocks for store in self.stores]
         self.table = BlockTable(geometry.max_seats, blocks, tokens, setup.memory.device, num_blocks)
         self.sequences: set[TableSequenceT] = set()
@@ -269,19 +306,19 @@ class BlockTableCache(KVCache[TableSequenceT]):
         return [range(len(geometry.layers))]
 
     @abstractmethod
-    def make_stores(self, parts: Sequence[Sequence[int]], block_size: int, dtype: torch.dtype) -> list[KVStore]:
+    def make_stores(self, parts: Sequence[Sequence[int]], block_size: int, formats: KVFormats) -> list[KVStore]:
         """Return the store of each part of the layers, in regions that are made for them."""
 
-    def make_store(self, layers: Sequence[int], block_size: int, dtype: torch.dtype) -> tuple[Region, KVStore]:
+    def make_store(self, layers: Sequence[int], block_size: int, formats: KVFormats) -> tuple[Region, KVStore]:
         """Return a new region for the keys and values of some layers, and the store in it."""
         stored = {i: self.setup.geometry.layers[i] for i in layers}
-        region = self.setup.memory.region(compute_block_bytes(stored.values(), block_size, dtype))
-        return region, KVStore(region, stored, block_size, dtype)
+        region = self.setup.memory.region(compute_block_bytes(stored.values(), block_size, formats))
+        return region, KVStore(region, stored, block_size, formats)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether keys and values are stored in another dtype than they were computed in."""
-        return self.store.dtype is not self.setup.geometry.kv_dtype
+        """Whether keys or values are rounded when they are stored."""
+        return any(format.is_quantized for format in self.store.formats)
 
     def locate(self, rows: Rows[TableSequenceT]) -> Locations:
         if len(self.stores) == 1:

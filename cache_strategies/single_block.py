@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-import torch
-
-from cache_strategies.block_table import BlockTableCache, TableSequence, TableSequenceT, resolve_kv_dtype
+from cache_strategies.block_table import BlockTableCache, TableSequence, TableSequenceT, resolve_kv_formats
 from cache_strategies.types import Blocks, CacheUsage, Geometry, Sizes, Text
+from kernels.kv_formats import KVFormats
 from kernels.store import KVStore, compute_block_bytes
 
 
@@ -74,11 +73,11 @@ class SingleBlockCache(BlockTableCache[TableSequenceT]):
     @classmethod
     def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
         tokens, _ = cls.block_layout(options, geometry)
-        size = compute_block_bytes(geometry.layers, tokens, resolve_kv_dtype(options, geometry))
+        size = compute_block_bytes(geometry.layers, tokens, resolve_kv_formats(options, geometry))
         return Sizes([size], lambda num_tokens: [1])
 
-    def make_stores(self, parts: Sequence[Sequence[int]], block_size: int, dtype: torch.dtype) -> list[KVStore]:
-        self.region, store = self.make_store(parts[0], block_size, dtype)
+    def make_stores(self, parts: Sequence[Sequence[int]], block_size: int, formats: KVFormats) -> list[KVStore]:
+        self.region, store = self.make_store(parts[0], block_size, formats)
         return [store]
 
     def open(self, text: Text) -> TableSequenceT | None:

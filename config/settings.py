@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from config.errors import SettingsError
+from config.presets import PresetName, apply_preset
 from config.quantities import MAX_TIMEOUT
 from config.rollouts import GuardSettings, RolloutSettings, check_rollouts
 from config.sizes import Share, exceeds, parse_bytes
@@ -156,6 +157,12 @@ class StrategySettings(BaseModel):
         None, description="instance that serves its requests while it gets none, after repeated faults"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, value: Any) -> Any:
+        """Fill in what the preset says, if one is named."""
+        return apply_preset(value) if isinstance(value, Mapping) else value
+
     @model_validator(mode="after")
     def _check_floor(self) -> StrategySettings:
         if exceeds(self.floor, self.limit):
@@ -233,6 +240,10 @@ def default_strategies() -> dict[str, StrategySettings]:
         "contiguous": StrategySettings(kind="contiguous"),
         "sliding_window": StrategySettings(kind="sliding_window"),
     }
+
+
+def _lacks_kind(given: Any) -> bool:
+    return isinstance(given, dict) and "preset" not in given
 
 
 class SettingsGroup(BaseSettings):
@@ -472,6 +483,9 @@ class CacheSettings(SettingsGroup, title="cache strategies"):
 
     default_strategy: str = "paged"
     """strategy instance for requests that name none"""
+    preset: PresetName | None = None
+    """ready choice of a strategy (`kvmux doctor` lists them): an instance of that name, the default unless
+    `default_strategy` is given"""
     rollouts_file: Annotated[str | None, Metavar("FILE")] = None
     """file that keeps the state of roll-outs for the next start; off: keep nothing; default: a file for this model,
     host and port in the user's state directory"""
@@ -519,7 +533,7 @@ class Settings(
             return value
         built_in = default_strategies()
         return {
-            name: {"kind": name} | given if name in built_in and isinstance(given, dict) else given
+            name: {"kind": name} | given if name in built_in and _lacks_kind(given) else given
             for name, given in value.items()
         }
 
@@ -547,6 +561,7 @@ class Settings(
                 f"max_body_bytes {self.max_body_bytes} is more than max_inflight_body_bytes "
                 f"{self.max_inflight_body_bytes}; raise the latter or lower the former"
             )
+        self._apply_default_preset()
         self.strategies = default_strategies() | self.strategies
         chosen = {"default_strategy": self.default_strategy}
         chosen |= {f"rules[{i}].use": rule.use for i, rule in enumerate(self.rules)}
@@ -562,6 +577,14 @@ class Settings(
         check_rollouts(self.rollouts, self.strategies)
         resolve_fallbacks({name: each.fallback for name, each in self.strategies.items()})
         return self
+
+    def _apply_default_preset(self) -> None:
+        """Declare the instance of the preset; it is the default unless `default_strategy` was given."""
+        if self.preset is None:
+            return
+        self.strategies.setdefault(self.preset, StrategySettings.model_validate({"preset": self.preset}))
+        if "default_strategy" not in self.model_fields_set:
+            self.default_strategy = self.preset
 
     @property
     def model_names(self) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kernels.kv_formats import KVFormats
 from kernels.states import States
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
@@ -221,8 +222,8 @@ class Ops(Protocol):
         """The formats of GGUF files that `linear` multiplies as stored; others are better dequantized when loaded."""
         ...
 
-    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        """Compile the attention kernels for these layers, for queries in `dtype` and stored keys in `kv_dtype`.
+    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, formats: KVFormats) -> None:
+        """Compile the attention kernels for these layers, for queries in `dtype`, and keys and values in `formats`.
 
         Called at start, so that no request waits for it. A backend that compiles nothing does nothing.
         """
@@ -300,17 +301,6 @@ class Ops(Protocol):
         """
         ...
 
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize x [..., D] -> int8 [..., D] and scale [...] float32: the largest magnitude becomes 127.
-
-        Halves are rounded to even. A vector of zeros has the scale 0.
-        """
-        ...
-
-    def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Multiply x int8 [..., D] by scale [...] -> float32 [..., D]."""
-        ...
-
     def check_slots(self, store: KVStore, layer: int, at: Slots, num_tokens: int) -> None:
         """Raise ValueError unless addresses fit a layer's store, lie within it, and are those of `num_tokens` tokens.
 
@@ -319,7 +309,7 @@ class Ops(Protocol):
         ...
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
-        """Write k [N,H,D], v [N,H,Dv] to their slots; if the store is int8, they are quantized as by `quantize`."""
+        """Write k [N,H,D], v [N,H,Dv] to their slots, in the formats of the store (kv_formats.py)."""
         ...
 
     def attend(
@@ -346,8 +336,8 @@ class Ops(Protocol):
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return K [S,H,D] and V [S,H,Dv] of a row's tokens with these indices, for tests, measurements and adapters.
 
-        `indices` are [S], or [S, H] for a store of split heads. K and V have the dtype of the store, or float32 if that
-        is int8.
+        `indices` are [S], or [S, H] for a store of split heads. K and V have the dtype of their format, or float32 if
+        they are quantized.
         """
         ...
 
@@ -363,8 +353,8 @@ class Ops(Protocol):
 
         All are read before any is written, so a slot may be in both. Slots are numbered block * store.block_size +
         offset, with block ids as in a block table, int64 on the store's device. With [N, H] instead of [N] each KV head
-        of a block has slots of its own; blocks of split heads have one head. Numbers are copied bit for bit, the scales
-        of int8 included. Raises ValueError before anything is written if a slot is outside of the store, if a head's
+        of a block has slots of its own; blocks of split heads have one head. Vectors are copied bit for bit, their
+        scales included. Raises ValueError before anything is written if a slot is outside of the store, if a head's
         slot is written twice, or if two of the blocks have pages in common.
         """
         ...

@@ -6,22 +6,22 @@ consecutive pages, and its id is the number of its first page:
     block  | layer 0: K [H, block_size, D] | V [H, block_size, Dv] | layer 1: K | V | ... | unused |
            0                              v_offset(0)             k_offset(1)            block_bytes   run * page_bytes
 
-In int8 each vector of D numbers is followed by its float32 scale, 4 bytes. A store may hold some layers of a model only
-or blocks of a single KV head (`split_heads`). At the end of a block there may be room for what its owner stores there.
+How a vector is stored is in kv_formats.py. A store may hold some layers of a model only or blocks of a single KV head
+(`split_heads`). At the end of a block there may be room for what its owner stores there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kernels.kv_formats import HALF_SCALE, SCALE, UINT4, KVFormat, KVFormats, Plane, as_formats, count_groups
 from kernels.memory import allocate
 from kernels.types import LayerSpec
 
-SCALE = torch.float32  # dtype of the scale of an int8 vector
 ALIGN = 64  # bytes of a cache line, and of the widest vector register
 
 
@@ -29,40 +29,22 @@ def _align(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def compute_vector_bytes(dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's key or value in one head, the scale of int8 included."""
-    if dtype is not torch.int8:
-        return dim * dtype.itemsize
-    assert dim % SCALE.itemsize == 0, "scales would not be aligned"
-    return dim + SCALE.itemsize
-
-
-def compute_plane_offsets(
-    layers: Iterable[LayerSpec], block_size: int, dtype: torch.dtype, v_dtype: torch.dtype | None = None
-) -> list[int]:
+def compute_plane_offsets(layers: Iterable[LayerSpec], block_size: int, formats: KVFormats | torch.dtype) -> list[int]:
     """Return the byte offsets within a block of each layer's K and V (K0, V0, K1, ...), and last the size of the block.
 
-    `v_dtype` is the dtype of values, if it is not that of keys. Python integers do not overflow 32 bits.
+    Python integers do not overflow 32 bits.
     """
+    k, v = as_formats(formats)
     offsets = [0]
     for spec in layers:
-        for dim, stored in ((spec.head_dim, dtype), (spec.v_head_dim, v_dtype or dtype)):
-            offsets.append(offsets[-1] + _align(spec.num_kv_heads * block_size * compute_vector_bytes(dim, stored)))
+        for dim, stored in ((spec.head_dim, k), (spec.v_head_dim, v)):
+            offsets.append(offsets[-1] + _align(spec.num_kv_heads * block_size * stored.compute_vector_bytes(dim)))
     return offsets
 
 
-def compute_block_bytes(
-    layers: Iterable[LayerSpec], block_size: int, dtype: torch.dtype, v_dtype: torch.dtype | None = None
-) -> int:
+def compute_block_bytes(layers: Iterable[LayerSpec], block_size: int, formats: KVFormats | torch.dtype) -> int:
     """Return the bytes of a block of `block_size` tokens over all layers."""
-    return compute_plane_offsets(layers, block_size, dtype, v_dtype)[-1]
-
-
-class Plane(NamedTuple):
-    """The keys or the values of one layer in all blocks."""
-
-    numbers: Tensor  # [blocks, H, block_size, dim]
-    scale: Tensor | None  # [blocks, H, block_size] float32, the scale of each int8 vector; None for other dtypes
+    return compute_plane_offsets(layers, block_size, formats)[-1]
 
 
 class PagedMemory(Protocol):
@@ -101,15 +83,13 @@ class KVStore:
         memory: PagedMemory,
         layers: Sequence[LayerSpec] | Mapping[int, LayerSpec],
         block_size: int,
-        dtype: torch.dtype,
-        v_dtype: torch.dtype | None = None,
+        formats: KVFormats | torch.dtype,
         *,
         split_heads: bool = False,
         extra_bytes: int = 0,
     ) -> None:
         """View the memory as blocks of these layers: all of a model, or some by their numbers.
 
-        Values are stored in `v_dtype`, by default in that of keys.
         With `split_heads` a block holds one KV head of each layer, whichever it is used for. A block ends with
         `extra_bytes` bytes that belong to its owner; they are copied with the block.
         """
@@ -117,15 +97,15 @@ class KVStore:
         self.memory = memory.memory
         self.page_bytes = memory.page_bytes
         self.block_size = block_size
-        self.k_dtype, self.v_dtype = dtype, v_dtype or dtype
-        self.dtype = dtype if self.v_dtype is dtype else None  # of all numbers; None: keys and values differ in it
-        self.formats = f"{self.k_dtype}, {self.v_dtype}"  # in words
+        self.formats = k, v = as_formats(formats)
+        # of all numbers; None: keys and values differ in format, or are int4
+        self.dtype = k.dtype if k == v and k.dtype is not UINT4 else None
         self.device = memory.memory.device
         self.split_heads = split_heads
         specs = dict(layers) if isinstance(layers, Mapping) else dict(enumerate(layers))
         self._heads = {i: (spec.num_kv_heads, spec.head_dim, spec.v_head_dim) for i, spec in specs.items()}
         stored = {i: spec._replace(num_kv_heads=1) if split_heads else spec for i, spec in specs.items()}
-        offsets = compute_plane_offsets(stored.values(), block_size, dtype, v_dtype)
+        offsets = compute_plane_offsets(stored.values(), block_size, self.formats)
         self.extra_offset = offsets[-1]  # of the owner's bytes, from the start of a block
         self.block_bytes = offsets[-1] + _align(extra_bytes)
         self._offsets = dict(zip(specs, zip(offsets[:-1:2], offsets[1::2], strict=True), strict=True))
@@ -133,29 +113,30 @@ class KVStore:
         self.num_blocks = max(0, memory.pages - self.pages_per_block + 1)
         self._planes = {
             i: (
-                self._plane(self.k_dtype, self.k_offset(i), spec.num_kv_heads, spec.head_dim),
-                self._plane(self.v_dtype, self.v_offset(i), spec.num_kv_heads, spec.v_head_dim),
+                self._plane(k, self.k_offset(i), spec.num_kv_heads, spec.head_dim),
+                self._plane(v, self.v_offset(i), spec.num_kv_heads, spec.v_head_dim),
             )
             for i, spec in stored.items()
         }
         shape = (self.num_blocks, self.pages_per_block * self.page_bytes)
         self.blocks = self.memory.as_strided(shape, (self.page_bytes, 1))
 
-    def _view(self, dtype: torch.dtype, offset: int, heads: int, width: int, vector_bytes: int) -> Tensor:
-        """View `width` numbers of each vector as [blocks, H, block_size, width] in `dtype`.
+    def _plane(self, format: KVFormat, offset: int, heads: int, dim: int) -> Plane:
+        """View the keys or values of a layer, the first of which begins `offset` bytes into a block."""
+        vector = format.compute_vector_bytes(dim)
 
-        The first vector begins `offset` bytes into a block.
-        """
-        typed, size = self.memory.view(dtype), dtype.itemsize
-        vector = vector_bytes // size
-        strides = (self.page_bytes // size, self.block_size * vector, vector, 1)
-        return typed.as_strided((self.num_blocks, heads, self.block_size, width), strides, offset // size)
+        def view(dtype: torch.dtype, start: int, width: int) -> Tensor:
+            """View `width` numbers of each vector from byte `start` on."""
+            size = dtype.itemsize
+            strides = (self.page_bytes // size, self.block_size * vector // size, vector // size, 1)
+            shape = (self.num_blocks, heads, self.block_size, width)
+            return self.memory.view(dtype).as_strided(shape, strides, (offset + start) // size)
 
-    def _plane(self, dtype: torch.dtype, offset: int, heads: int, dim: int) -> Plane:
-        vector = compute_vector_bytes(dim, dtype)
-        numbers = self._view(dtype, offset, heads, dim, vector)
-        scale = self._view(SCALE, offset + dim, heads, 1, vector)[..., 0] if dtype is torch.int8 else None
-        return Plane(numbers, scale)
+        if format.dtype is UINT4:
+            scales = view(HALF_SCALE, dim // 2, 2 * count_groups(dim))
+            return Plane(format, view(torch.uint8, 0, dim // 2), scales.unflatten(-1, (-1, 2)))
+        numbers = view(format.dtype, 0, dim)
+        return Plane(format, numbers, view(SCALE, dim, 1)[..., 0]) if format.is_quantized else Plane(format, numbers)
 
     @property
     def blocks_per_token(self) -> int:
@@ -189,11 +170,11 @@ class KVStore:
         return finite
 
     def k(self, layer: int) -> Tensor:
-        """Return the keys of a layer, [blocks, H, block_size, D]; as a block id is a page, stride(0) is one page."""
+        """Return the numbers of a layer's keys, [blocks, H, block_size, D]; stride(0) is one page. See `Plane`."""
         return self.planes(layer)[0].numbers
 
     def v(self, layer: int) -> Tensor:
-        """Return the values of a layer, [blocks, H, block_size, Dv]; as a block id is a page, stride(0) is one page."""
+        """Return the numbers of a layer's values, [blocks, H, block_size, Dv], like `k`."""
         return self.planes(layer)[1].numbers
 
     def k_offset(self, layer: int) -> int:

@@ -112,7 +112,7 @@ class CompressedCache(KVCache[CompressedSequence]):
         scorer = make_scorer(setup.name, options, geometry.layers)
         self.memory = CompressedMemory(setup, self.layout)
         self.groups, self.stores = self.memory.groups, self.memory.stores
-        setup.ops.prepare(geometry.layers, geometry.kv_dtype, self.memory.dtype)
+        setup.ops.prepare(geometry.layers, geometry.kv_dtype, self.memory.formats)
         self.queries = self._make_query_buffer(scorer.num_queries)
         self.compactor = self.make_compactor(scorer)
         self._scores_always = scorer.num_queries is None
@@ -120,7 +120,11 @@ class CompressedCache(KVCache[CompressedSequence]):
         self._sequences: set[CompressedSequence] = set()
         self._located: Sequence[KVLocation] = ()  # of the latest step, by layer
         keeps_all = isinstance(options.budget, int) and options.budget >= geometry.max_seq_len
-        exact = keeps_all and options.by_layer == "uniform" and self.memory.dtype is geometry.kv_dtype
+        exact = (
+            keeps_all
+            and options.by_layer == "uniform"
+            and not any(format.is_quantized for format in self.memory.formats)
+        )
         self.contract = Contract(exact=exact, rewind=0)
 
     @classmethod

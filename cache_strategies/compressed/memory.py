@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import CacheSetup
-from cache_strategies.block_table import BlockTable, TableGroup, resolve_kv_dtype
+from cache_strategies.block_table import BlockTable, TableGroup, resolve_kv_formats
 from cache_strategies.compressed.addresses import AddressGroup, group_layers
 from cache_strategies.compressed.options import Budgets, CompressedOptions
 from cache_strategies.compressed.state import CompressedState
 from cache_strategies.types import Geometry
-from kernels.store import KVStore, Plane, compute_block_bytes
+from kernels.kv_formats import KVFormats, Plane
+from kernels.store import KVStore, compute_block_bytes
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class CompressedLayout:
         return Budgets(self.options, self.windows)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return resolve_kv_dtype(self.options, self.geometry)
+    def formats(self) -> KVFormats:
+        return resolve_kv_formats(self.options, self.geometry)
 
     def list_block_bytes(self) -> list[int]:
         """Return the bytes of a block of each group."""
@@ -49,7 +50,7 @@ class CompressedLayout:
         for group in self.groups:
             specs = [self.geometry.layers[i] for i in group.layers]
             stored = [spec._replace(num_kv_heads=1) if group.split_heads else spec for spec in specs]
-            sizes.append(compute_block_bytes(stored, self.options.block_size, self.dtype))
+            sizes.append(compute_block_bytes(stored, self.options.block_size, self.formats))
         return sizes
 
     def count_peak_blocks(self, num_tokens: int) -> list[int]:
@@ -78,7 +79,7 @@ class CompressedMemory:
         geometry = setup.geometry
         self.specs = geometry.layers
         self.block_size = layout.options.block_size
-        self.dtype = layout.dtype
+        self.formats = layout.formats
         self.groups = layout.groups
         numbers = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
         self.group_by_layer = [numbers[layer] for layer in range(len(geometry.layers))]
@@ -88,7 +89,7 @@ class CompressedMemory:
                 region,
                 {i: geometry.layers[i] for i in group.layers},
                 self.block_size,
-                self.dtype,
+                self.formats,
                 split_heads=group.split_heads,
             )
             for region, group in zip(self.regions, self.groups, strict=True)
@@ -148,8 +149,6 @@ class CompressedMemory:
         kept = sequence.groups[number]
         count = kept.counts[column] + sequence.num_new
         blocks = torch.tensor(kept.blocks[column][: -(-count // self.block_size)], device=plane.numbers.device)
-        numbers = plane.numbers.index_select(0, blocks)  # [blocks, H, block_size, dim]
-        if plane.scale is not None:
-            numbers = self._setup.ops.dequantize(numbers, plane.scale.index_select(0, blocks))
+        numbers = plane.select(blocks).decode()  # [blocks, H, block_size, dim]
         # by head in memory, as scorers read them
         return numbers.transpose(0, 1).flatten(1, 2)[:, :count].transpose(0, 1)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cache_strategies.base import CacheSetup
 from cache_strategies.block_hashes import BlockHash, BlockHasher
-from cache_strategies.block_table import BlockTableCache, TableOptions, resolve_kv_dtype
+from cache_strategies.block_table import BlockTableCache, TableOptions, resolve_kv_formats
 from cache_strategies.eviction import load_policy
 from cache_strategies.eviction.block_metrics import BlockMetrics
 from cache_strategies.eviction.queue import EvictionQueue
@@ -54,6 +54,7 @@ from cache_strategies.types import (
 )
 from config.errors import SettingsError
 from config.units import Duration
+from kernels.kv_formats import KVFormats
 from kernels.store import KVStore, compute_block_bytes
 
 log = logging.getLogger(__name__)
@@ -128,21 +129,21 @@ class PagedBase(BlockTableCache[PagedState]):
     def divide_layers(cls, options: Any, geometry: Geometry) -> Sequence[Sequence[int]]:
         return [each.layers for each in cls._divide(options, geometry).groups for _ in range(each.num_columns)]
 
-    def make_stores(self, parts: Sequence[Sequence[int]], block_size: int, dtype: torch.dtype) -> list[KVStore]:
+    def make_stores(self, parts: Sequence[Sequence[int]], block_size: int, formats: KVFormats) -> list[KVStore]:
         groups = self._divide(self.options, self.setup.geometry).groups
         self.columns = [group.num_columns for group in groups]
         self._regions: list[Region | None] = []
         self._stores_by_group: list[KVStore | None] = []
         for group in groups:
-            region, store = self.make_group_store(group, block_size, dtype) if group.layers else (None, None)
+            region, store = self.make_group_store(group, block_size, formats) if group.layers else (None, None)
             self._regions.append(region)
             self._stores_by_group.append(store)
         stores = zip(self._stores_by_group, self.columns, strict=True)
         return [store for store, columns in stores if store is not None for _ in range(columns)]
 
-    def make_group_store(self, group: LayerGroup, block_size: int, dtype: torch.dtype) -> tuple[Region, KVStore]:
+    def make_group_store(self, group: LayerGroup, block_size: int, formats: KVFormats) -> tuple[Region, KVStore]:
         """Return a new region for a group of layers, and the store in it."""
-        return self.make_store(group.layers, block_size, dtype)
+        return self.make_store(group.layers, block_size, formats)
 
     @classmethod
     def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
@@ -158,8 +159,8 @@ class PagedBase(BlockTableCache[PagedState]):
     @classmethod
     def count_group_bytes(cls, group: LayerGroup, options: Any, geometry: Geometry) -> int:
         """Return the bytes of an allocation in the region of a group."""
-        layers, dtype = [geometry.layers[i] for i in group.layers], resolve_kv_dtype(options, geometry)
-        return compute_block_bytes(layers, cls.block_layout(options, geometry)[0], dtype)
+        layers, formats = [geometry.layers[i] for i in group.layers], resolve_kv_formats(options, geometry)
+        return compute_block_bytes(layers, cls.block_layout(options, geometry)[0], formats)
 
     # ---------------------------------------------------------------- prefixes
     def _hash_blocks(self, tokens: Sequence[int], salt: Salt) -> list[BlockHash]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cache_strategies.base import CacheSetup, Locations, Rows
 from cache_strategies.block_hashes import BlockHash
-from cache_strategies.block_table import resolve_kv_dtype
+from cache_strategies.block_table import resolve_kv_formats
 from cache_strategies.memory import Region
 from cache_strategies.paged.cache import PagedCache, PagedSequence
 from cache_strategies.paged.layer_groups import LayerGroup, LayerLayout, group_by_window
@@ -34,6 +34,7 @@ from cache_strategies.quest.options import QuestOptions, selects_in
 from cache_strategies.quest.selection import TextSizes
 from cache_strategies.quest.summaries import BlockSummaries, compute_summary_bytes
 from cache_strategies.types import Geometry
+from kernels.kv_formats import KVFormats
 from kernels.ops import KVLocation
 from kernels.store import KVStore, compute_block_bytes
 
@@ -86,19 +87,19 @@ class QuestCache(PagedCache):
     def count_group_bytes(cls, group: LayerGroup, options: Any, geometry: Geometry) -> int:
         if group.window is not None:
             return super().count_group_bytes(group, options, geometry)
-        layers, dtype = [geometry.layers[i] for i in group.layers], resolve_kv_dtype(options, geometry)
+        layers, formats = [geometry.layers[i] for i in group.layers], resolve_kv_formats(options, geometry)
         heads = [spec._replace(num_kv_heads=1) for spec in layers]
-        keys = compute_block_bytes(heads, cls.block_layout(options, geometry)[0], dtype)
-        return keys + sum(compute_summary_bytes(spec, dtype) for spec in layers)
+        keys = compute_block_bytes(heads, cls.block_layout(options, geometry)[0], formats)
+        return keys + sum(compute_summary_bytes(spec, formats.k) for spec in layers)
 
-    def make_group_store(self, group: LayerGroup, block_size: int, dtype: torch.dtype) -> tuple[Region, KVStore]:
+    def make_group_store(self, group: LayerGroup, block_size: int, formats: KVFormats) -> tuple[Region, KVStore]:
         if group.window is not None:
-            return super().make_group_store(group, block_size, dtype)
+            return super().make_group_store(group, block_size, formats)
         size = self.count_group_bytes(group, self.options, self.setup.geometry)
         region = self.setup.memory.region(size, "keys, values and summaries of a head")
         layers = {i: self.setup.geometry.layers[i] for i in group.layers}
-        extra = sum(compute_summary_bytes(spec, dtype) for spec in layers.values())
-        return region, KVStore(region, layers, block_size, dtype, split_heads=True, extra_bytes=extra)
+        extra = sum(compute_summary_bytes(spec, formats.k) for spec in layers.values())
+        return region, KVStore(region, layers, block_size, formats, split_heads=True, extra_bytes=extra)
 
     def _make_groups(self) -> Iterator[HeadGroup]:
         """Yield the layers in the store of split heads, by number of heads."""
@@ -106,7 +107,7 @@ class QuestCache(PagedCache):
         if store is None:
             return
         layers = {i: self.setup.geometry.layers[i] for i in store.layers}
-        self._summaries = summaries = BlockSummaries(store, layers, self.setup.ops)
+        self._summaries = summaries = BlockSummaries(store, layers)
         for num_heads in sorted({spec.num_kv_heads for spec in layers.values()}):
             numbers = [i for i, spec in layers.items() if spec.num_kv_heads == num_heads]
             yield HeadGroup(numbers, num_heads, store, summaries)

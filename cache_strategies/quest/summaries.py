@@ -1,8 +1,8 @@
 """The summaries of full blocks: for each dimension the largest and the smallest number among a block's keys.
 
 They lie behind the keys and values of a block of one KV head, [2, D] for each layer in which queries select, and are
-shared, copied and freed with it. They have the dtype in which keys are read (float32 for int8), so nothing is rounded
-and what they bound stays bounded. Which blocks have a summary is known on the host.
+shared, copied and freed with it. They have the dtype in which keys are read (float32 for quantized ones), so nothing is
+rounded and what they bound stays bounded. Which blocks have a summary is known on the host.
 """
 
 from __future__ import annotations
@@ -15,38 +15,36 @@ import torch
 from torch import Tensor
 
 from cache_strategies.quest.options import selects_in
-from kernels.ops import Ops
+from kernels.kv_formats import KVFormat, Plane
 from kernels.store import ALIGN, KVStore
 from kernels.types import LayerSpec
 
 BATCH_BYTES = 4 << 20  # of the keys that are summarized at once; about the size of a cache
 
 
-def get_summary_dtype(store_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the summaries of keys that are stored in a dtype."""
-    return torch.float32 if store_dtype is torch.int8 else store_dtype
+def get_summary_dtype(format: KVFormat) -> torch.dtype:
+    """Return the dtype of the summaries of keys in a format."""
+    return torch.float32 if format.is_quantized else format.dtype
 
 
-def compute_summary_bytes(spec: LayerSpec, store_dtype: torch.dtype) -> int:
+def compute_summary_bytes(spec: LayerSpec, format: KVFormat) -> int:
     """Return the bytes of a block's summary for one KV head of a layer, in whole cache lines; 0 without selection."""
-    size = 2 * spec.head_dim * get_summary_dtype(store_dtype).itemsize if selects_in(spec) else 0
+    size = 2 * spec.head_dim * get_summary_dtype(format).itemsize if selects_in(spec) else 0
     return -(-size // ALIGN) * ALIGN
 
 
 class _Run(NamedTuple):
     """Layers that follow each other in a block and have the same dimensions."""
 
-    keys: Tensor  # [blocks, layers, block_size, D]
-    scale: Tensor | None  # [blocks, layers, block_size] of int8 keys
+    keys: Plane  # [blocks, layers, block_size, D]
     summaries: Tensor  # [blocks, layers, 2 D], the largest numbers first
 
 
 class BlockSummaries:
     """The summaries in all blocks of a store of split heads."""
 
-    def __init__(self, store: KVStore, layers: Mapping[int, LayerSpec], ops: Ops) -> None:
+    def __init__(self, store: KVStore, layers: Mapping[int, LayerSpec]) -> None:
         """View the room behind the keys and values of these layers, which are all of the store's."""
-        self._ops = ops
         self._store = store
         self._runs: list[_Run] = []
         self._by_layer: dict[int, Tensor] = {}
@@ -62,17 +60,16 @@ class BlockSummaries:
     def _add_run(self, numbers: list[int], layers: Mapping[int, LayerSpec], offset: int) -> int:
         """View the layers of a run, whose summaries begin at a byte of a block; return the byte behind them."""
         store, count = self._store, len(numbers)
-        dtype, dim = get_summary_dtype(store.k_dtype), layers[numbers[0]].head_dim
+        dtype, dim = get_summary_dtype(store.formats.k), layers[numbers[0]].head_dim
         plane, _ = store.planes(numbers[0])
         step = store.k_offset(numbers[1]) - store.k_offset(numbers[0]) if count > 1 else 0  # bytes
-        keys = _repeat_layers(plane.numbers[:, 0], count, step)
-        scale = None if plane.scale is None else _repeat_layers(plane.scale[:, 0], count, step)
+        keys = plane.map(lambda part: _repeat_layers(part[:, 0], count, step))
         summaries = store.memory.view(dtype).as_strided(
             (store.num_blocks, count, 2 * dim),
             (store.page_bytes // dtype.itemsize, 2 * dim, 1),
             offset // dtype.itemsize,
         )
-        self._runs.append(_Run(keys, scale, summaries))
+        self._runs.append(_Run(keys, summaries))
         self._by_layer |= {layer: summaries[:, i] for i, layer in enumerate(numbers)}
         return offset + count * 2 * dim * dtype.itemsize
 
@@ -83,12 +80,9 @@ class BlockSummaries:
     def fill(self, blocks: Tensor) -> None:
         """Compute the summaries of these blocks [n] int64, which are full. May be repeated."""
         for run in self._runs:
-            batch = max(1, BATCH_BYTES // max(1, run.keys[0].numel() * run.keys.itemsize))
+            batch = max(1, BATCH_BYTES // max(1, run.keys.numbers[0].nbytes))
             for some in blocks.split(batch):
-                keys = run.keys[some]
-                if run.scale is not None:
-                    keys = self._ops.dequantize(keys, run.scale[some])
-                smallest, largest = keys.aminmax(dim=2)
+                smallest, largest = run.keys.select(some).decode().aminmax(dim=2)
                 run.summaries[some] = torch.cat((largest, smallest), dim=2)
 
 

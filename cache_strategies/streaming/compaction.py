@@ -17,7 +17,8 @@ from cache_strategies.compressed.addresses import AddressGroup
 from cache_strategies.compressed.compaction import Compactor
 from cache_strategies.compressed.state import CompressedState, Move, Selection, States
 from kernels.arguments import by_head
-from kernels.store import KVStore, Plane
+from kernels.kv_formats import Plane
+from kernels.store import KVStore
 
 
 @dataclass
@@ -67,10 +68,7 @@ class StreamingCompactor(Compactor):
             super()._move_layer(move, layer, store, src, dst)
             move.rotated = rotated
         plane = store.planes(layer)[0]
-        where = _locate(store, plane, dst[sinks:])
-        for part, new in zip(plane, move.rotated, strict=True):
-            if part is not None and new is not None:
-                part[where] = new
+        plane.write(_locate(store, plane, dst[sinks:]), move.rotated)
         move.rotated = None
         return None
 
@@ -79,18 +77,16 @@ class StreamingCompactor(Compactor):
 
         The slots follow each other in the sequence's blocks, so whole blocks are read, which is faster.
         """
-        ops, rotate = self.setup.ops, self.setup.geometry.layers[layer].rotate
+        rotate = self.setup.geometry.layers[layer].rotate
         assert rotate is not None, "the layers were checked at the start"
         plane = store.planes(layer)[0]
         blocks = (slots[:, 0] // store.block_size).unique_consecutive()
         first = int(slots[0, 0]) % store.block_size
-        keys = plane.numbers.index_select(0, blocks)  # [blocks, H, block_size, D]
-        if plane.scale is not None:
-            keys = ops.dequantize(keys, plane.scale.index_select(0, blocks))
+        keys = plane.select(blocks).decode()  # [blocks, H, block_size, D]
         # all are rotated alike, as if they were the heads of one token
         rotated = rotate(keys.flatten(0, 2)[None], torch.tensor([delta], device=keys.device))[0].view_as(keys)
         rotated = rotated.transpose(1, 2).flatten(0, 1)[first : first + len(slots)]  # [N, H, D]
-        return Plane(*ops.quantize(rotated)) if plane.scale is not None else Plane(rotated, None)
+        return plane.format.encode(rotated)
 
 
 def _locate(store: KVStore, plane: Plane, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:

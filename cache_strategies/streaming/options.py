@@ -73,7 +73,9 @@ class KeptSizes(NamedTuple):
             recent=0,
             every=self.every,
             block_size=options.block_size,
-            kv_dtype=options.kv_dtype,
+            k_dtype=options.k_dtype,
+            v_dtype=options.v_dtype,
+            hadamard=options.hadamard,
         )
 
 

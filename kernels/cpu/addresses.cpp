@@ -119,9 +119,16 @@ void expect_plane(const char* operation, const Plane& plane, int64_t heads, int6
                     " heads of ", plane.dim, " in blocks of ", plane.block_size);
 }
 
+void expect_plane_tensor(const char* operation, const char* name, const Tensor& t, Types types) {
+  expect(operation, name, t, types, {ANY, SOME, SOME, SOME});
+  TORCH_CHECK_VALUE(t.scalar_type() != at::kByte || vector_dim(t) % 8 == 0, operation, ": ", name,
+                    " of 4 bits must have vectors of a multiple of 8 numbers, and has ", vector_dim(t));
+}
+
 void expect_planes(const char* operation, const Tensor& k, const Tensor& v, Types types) {
-  expect(operation, "the keys' memory", k, types, {ANY, SOME, SOME, SOME});
-  expect(operation, "the values' memory", v, only(k.scalar_type()), {k.size(0), k.size(1), k.size(2), SOME});
+  expect_plane_tensor(operation, "the keys' memory", k, types);
+  expect_plane_tensor(operation, "the values' memory", v, types);
+  expect(operation, "the values' memory", v, types, {k.size(0), k.size(1), k.size(2), SOME});
 }
 
 Mask mask_of(const Rows& rows, int64_t model_window, int64_t window) {

@@ -19,6 +19,11 @@ struct StepSizes {
   int64_t num_decode, max_q, max_kv;
 };
 
+// Returns the numbers of each vector of a plane: of those of 4 bits, a byte of the tensor has two.
+inline int64_t vector_dim(const at::Tensor& plane) {
+  return plane.scalar_type() == at::kByte ? 2 * plane.size(3) : plane.size(3);
+}
+
 // The tensors of `kernels.types.Slots`, and its numbers.
 struct Addresses {
   const at::Tensor &table, &table_row, &q_start, &start;
@@ -69,27 +74,30 @@ class Rows {
   const int32_t *table_rows_, *first_, *starts_, *window_starts_;
 };
 
-// A plane of a store: the keys or the values of one layer in all blocks, [blocks, heads, block size, dim].
+// A plane of a store: the keys or the values of one layer in all blocks, [blocks, heads, block size, dim], in a format
+// (kv_formats.h).
 struct Plane {
-  explicit Plane(const at::Tensor& t)
-      : numbers(static_cast<char*>(t.mutable_data_ptr())), type(t.scalar_type()), heads(t.size(1)), dim(t.size(3)),
-        block_size(t.size(2)), block_stride(t.stride(0)), head_stride(t.stride(1)), vector_stride(t.stride(2)) {}
+  explicit Plane(const at::Tensor& t, bool is_rotated = false)
+      : bytes(static_cast<char*>(t.mutable_data_ptr())), format(t.scalar_type()), rotated(is_rotated), heads(t.size(1)),
+        dim(vector_dim(t)), block_size(t.size(2)), block_stride(t.stride(0) * t.itemsize()),
+        head_stride(t.stride(1) * t.itemsize()), vector_stride(t.stride(2) * t.itemsize()) {}
 
-  template <typename T>
-  T* head(int64_t h) const {
-    return reinterpret_cast<T*>(numbers) + h * head_stride;
-  }
+  char* head(int64_t h) const { return bytes + h * head_stride; }
 
-  char* numbers;
-  at::ScalarType type;
-  int64_t heads, dim, block_size, block_stride, head_stride, vector_stride;
+  char* bytes;
+  at::ScalarType format;
+  bool rotated;  // whether vectors are rotated before they are stored
+  int64_t heads, dim, block_size;
+  int64_t block_stride, head_stride, vector_stride;  // bytes
 };
 
 // Throws unless the addresses of a step have the right types and fit each other, its rows have at most `tokens` tokens,
 // and all of them are within a store of `blocks` blocks. Layers of split heads have `split_heads` heads; 0: heads are
 // not split.
 void expect_rows(const char* operation, const Addresses& at, int64_t split_heads, int64_t blocks, int64_t tokens);
-// Throws unless the tensors are the planes of one layer, of one of these types.
+// Throws unless a tensor can be a plane, of one of these types.
+void expect_plane_tensor(const char* operation, const char* name, const at::Tensor& t, Types types = KV_TYPES);
+// Throws unless the tensors are the planes of one layer, of these types.
 void expect_planes(const char* operation, const at::Tensor& k, const at::Tensor& v, Types types = KV_TYPES);
 // Throws unless a plane has this number of heads, this dimension and this block size.
 void expect_plane(const char* operation, const Plane& plane, int64_t heads, int64_t dim, int64_t block_size);

@@ -96,6 +96,12 @@ inline void tile_dot_int8() {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 
+// The same for a tile A of unsigned bytes and a tile B of signed ones.
+template <int SUM, int A, int B>
+inline void tile_dot_uint8() {
+  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+}
+
 }  // namespace kvmux
 
 #endif

@@ -8,38 +8,39 @@
 // tensors nor threads.
 #pragma once
 
+#include "kv_formats.h"
 #include "kv_tiles.h"
 #include "matmul.h"
 #include "online_softmax.h"
 
 namespace kvmux {
 
-// Computes attention for the query rows of one head, in scratch memory of one thread.
-template <typename T>
+// Computes attention for the query rows of one head, in scratch memory of one thread. Keys and values may be in any
+// formats: what depends on one is chosen once for a tile.
 class AttentionHead {
  public:
-  using KV = T;
   static constexpr int64_t ROWS = 48;  // query rows that are computed together
 
   // Returns the float32 numbers in a row of value sums: the values' dimension, padded to whole vectors.
   static constexpr int64_t padded(int64_t dim) { return padded_to_vectors(dim); }
 
-  AttentionHead(const KVView<T>& kv, Scores scores)
+  AttentionHead(const KVView& kv, Scores scores)
       : kv_(kv), scores_(scores), width_(padded(kv.v.dim)), tiles_(kv_), fetches_(count_fetches_of_tile()) {
     // The padding columns of the tile of values are multiplied, too, so they must not be NaN.
     if (kv.v.dim != width_) std::fill_n(v_tile_, TILE * width_, 0.f);
   }
 
-  // Stores `query` [k.dim], times the scale of scores, as query row number r.
+  // Stores `query` [k.dim], times the scale of scores, as query row number r; rotated if keys are.
   template <typename Q>
   void set_query(int64_t r, const Q* query) {
     float* to = q_ + r * PITCH;
     to_float(query, to, kv_.k.dim);
+    if (kv_.k.rotated) rotate(to, kv_.k.dim);
     for (int64_t d = 0; d < kv_.k.dim; ++d) to[d] *= scores_.scale;
   }
 
   // Sets the keys and values that this thread reads afterwards, from split number `split` on.
-  void set_next(const KVView<T>& kv, int64_t split) { tiles_.set_next(kv, split * SPLIT); }
+  void set_next(const KVView& kv, int64_t split) { tiles_.set_next(kv, split * SPLIT); }
 
   // Computes attention over those of the splits begin .. end - 1 that are seen, and writes its sums to `sums`.
   void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
@@ -62,16 +63,24 @@ class AttentionHead {
 
  private:
   static constexpr int64_t TILE = 32;  // positions
-  // Adjacent numbers that are moved as one when keys are transposed; see vector.h.
-  static constexpr int64_t NUMBERS_MOVED = std::is_same_v<T, at::BFloat16> ? 2 : std::is_same_v<T, int8_t> ? 4 : 1;
-  static constexpr int64_t FEW = 8;  // query rows for which it is not worth converting values beforehand
+  static constexpr int64_t FEW = 8;    // query rows for which it is not worth converting values beforehand
   static_assert(SPLIT % TILE == 0 && TILE % W == 0);
-  using Tiles = KVTileReader<T, TILE, ROWS>;
+  using Tiles = KVTileReader<TILE, ROWS>;
   using Tile = Tiles::Tile;
+
+  // Returns how many adjacent numbers of a key are moved as one when keys are transposed; see vector.h.
+  int64_t numbers_moved() const {
+    switch (kv_.k.format) {
+      case at::kBFloat16: return 2;
+      case at::kChar: return 4;
+      case at::kByte: return 8;
+      default: return 1;
+    }
+  }
 
   // Returns about how many times queue().fetch() is called while a tile is computed.
   int64_t count_fetches_of_tile() const {
-    const int64_t rows = kv_.rows.count, transposing = TILE / W * kv_.k.dim / (W * NUMBERS_MOVED);
+    const int64_t rows = kv_.rows.count, transposing = TILE / W * kv_.k.dim / (W * numbers_moved());
     return transposing + count_fetches(rows, TILE, kv_.k.dim) + rows + count_fetches(rows, width_, TILE);
   }
 
@@ -84,14 +93,20 @@ class AttentionHead {
     if (!kv_.all_see({tile, tile + TILE}))
       for (int64_t r = 0; r < kv_.rows.count; ++r) mask(r, tile);
     for (int64_t r = 0; r < kv_.rows.count; ++r) softmax(r);
+    with_kv_type(kv_.v.format, [&](auto of_v) { attend_values<decltype(of_v)>(tile, found); });
+  }
+
+  // Adds the weighted values of a tile.
+  template <typename V>
+  void attend_values(int64_t tile, const Tile& found) {
     const int64_t skip = found.seen.begin - tile, n = found.seen.end - found.seen.begin;
     const bool alike = kv_.all_see(found.seen);
-    // Values are multiplied where they are stored, unless they are int8, are read for many rows, or end within a
+    // Values are multiplied where they are stored, unless they are quantized, are read for many rows, or end within a
     // vector; those are converted to float32 in scratch memory first.
-    if constexpr (!std::is_same_v<T, int8_t>)
+    if constexpr (!std::is_same_v<V, int8_t> && !std::is_same_v<V, Int4>)
       if (alike && kv_.rows.count <= FEW && kv_.v.dim == width_)
-        return add_values(skip, n, [v = found.v + skip](int64_t j) { return v[j]; });
-    for (int64_t j = 0; j < n; ++j) read_vector(found.v[skip + j], v_tile_ + j * width_, kv_.v.dim);
+        return add_values(skip, n, [v = found.v + skip](int64_t j) { return reinterpret_cast<const V*>(v[j]); });
+    for (int64_t j = 0; j < n; ++j) read_vector<V>(found.v[skip + j], v_tile_ + j * width_, kv_.v.dim);
     if (!alike && !finite(n)) return add_seen_values(found.seen, skip);
     add_values(skip, n, [this](int64_t j) { return v_tile_ + j * width_; });
   }
@@ -121,9 +136,11 @@ class AttentionHead {
   }
 
   // Transposes the keys of a tile to float32, so that each key becomes a column.
-  void transpose_keys(const T* const* keys) {
-    for (int64_t j = 0; j < TILE; j += W)
-      read_transposed(keys + j, kv_.k.dim, k_tile_ + j, TILE, [this] { tiles_.queue().fetch(); });
+  void transpose_keys(const char* const* keys) {
+    with_kv_type(kv_.k.format, [&](auto of_k) {
+      for (int64_t j = 0; j < TILE; j += W)
+        read_transposed<decltype(of_k)>(keys + j, kv_.k.dim, k_tile_ + j, TILE, [this] { tiles_.queue().fetch(); });
+    });
   }
 
   // Turns the scores of query row r into softmax weights relative to the highest score of the row so far.
@@ -162,7 +179,7 @@ class AttentionHead {
       if (!seen.has(tile + j)) p_[r * TILE + j] = MASKED_SCORE;
   }
 
-  const KVView<T> kv_;
+  const KVView kv_;
   const Scores scores_;
   const int64_t width_;  // numbers of a row of values: their dimension, padded to whole vectors
   Tiles tiles_;

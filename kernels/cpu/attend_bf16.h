@@ -1,7 +1,8 @@
-// The attention of attend.h for queries in bfloat16, and for keys and values in bfloat16 or int8: scores and weighted
-// values are products of bfloat16 numbers, summed in float32. Weights are rounded to bfloat16 for the second product,
-// and rounded in the sum that normalises them, too. The numbers of int8 vectors are exact in bfloat16; scores are
-// multiplied by the scales of keys, and weights, once they are summed, by those of values.
+// The attention of attend.h for queries in bfloat16, and for keys and values in bfloat16, int8 or int4: scores and
+// weighted values are products of bfloat16 numbers, summed in float32. Weights are rounded to bfloat16 for the second
+// product, and rounded in the sum that normalises them, too. The integers of int8 vectors are exact in bfloat16; scores
+// are multiplied by the scales of keys, and weights, once they are summed, by those of values. Numbers of 4 bits are
+// rounded to bfloat16.
 //
 // A tile of keys and one of values are rearranged once for all query rows that are computed together. The result of a
 // row depends on its position alone: other rows of a product do not affect it, and keys that it does not see add zeros.
@@ -15,40 +16,45 @@
 #include "bf16_products.h"
 #include "kv_tiles.h"
 #include "online_softmax.h"
+#include "score_vectors.h"
 
 namespace kvmux {
 
-// Returns 2^x with a relative error of 3e-6; 0 for minus infinity.
-inline __m512 exp2(__m512 x) {
-  constexpr int FLOOR = 0x09;
-  const __m512 part = _mm512_reduce_ps(x, FLOOR);
-  __m512 power = _mm512_set1_ps(1.353417e-2f);
-  for (const float factor : {5.201146e-2f, 2.4144275e-1f, 6.9300384e-1f, 1.00000259f})
-    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(factor));
-  return _mm512_scalef_ps(power, x);
+// Returns whether keys or values in this format can be multiplied as bfloat16.
+inline bool is_bf16_format(at::ScalarType format) {
+  return format == at::kBFloat16 || format == at::kChar || format == at::kByte;
 }
 
-template <typename T, typename Products>
+template <typename Products>
 class Bf16AttentionHead : Bf16Blocks {
  public:
-  using KV = T;
   static constexpr int64_t ROWS = 128;  // query rows that are computed together
   static constexpr int64_t padded(int64_t dim) { return (dim + DEPTH - 1) / DEPTH * DEPTH; }
 
-  Bf16AttentionHead(const KVView<KV>& kv, Scores scores)
+  Bf16AttentionHead(const KVView& kv, Scores scores)
       : kv_(kv), scores_(scores), k_dim_(kv.k.dim), v_dim_(kv.v.dim), width_(padded(v_dim_)),
-        chunks_(padded(k_dim_) / DEPTH), tiles_(kv_) {
+        chunks_(padded(k_dim_) / DEPTH), k_scaled_(kv.k.format == at::kChar), v_scaled_(kv.v.format == at::kChar),
+        tiles_(kv_) {
     for (int64_t r = 0; r < kv.rows.count; ++r) position_[r] = kv.rows.position(r);
   }
 
-  // Stores `query` [k.dim] as query row number r, in the layout of blocks (Bf16Blocks).
+  // Stores `query` [k.dim] as query row number r, in the layout of blocks (Bf16Blocks); rotated if keys are.
   void set_query(int64_t r, const Number* query) {
+    Number rotated[MAX_DIM];
+    if (kv_.k.rotated) {
+      float wide[MAX_DIM];
+      to_float(query, wide, k_dim_);
+      rotate(wide, k_dim_);
+      convert(wide, rotated, k_dim_);
+      query = rotated;
+    }
     for (int64_t c = 0; c < chunks_; ++c)
-      _mm512_store_si512(q_ + ((r / L * chunks_ + c) * L + r % L) * DEPTH, numbers(query, c, k_dim_));
+      _mm512_store_si512(q_ + ((r / L * chunks_ + c) * L + r % L) * DEPTH,
+                         numbers<Number>(reinterpret_cast<const char*>(query), c, k_dim_));
   }
 
   // Sets the keys and values that this thread reads afterwards, from split number `split` on.
-  void set_next(const KVView<KV>& kv, int64_t split) { tiles_.set_next(kv, split * SPLIT); }
+  void set_next(const KVView& kv, int64_t split) { tiles_.set_next(kv, split * SPLIT); }
 
   // Computes attention over those of the splits begin .. end - 1 that are seen, and writes its sums to `sums`.
   void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
@@ -67,18 +73,28 @@ class Bf16AttentionHead : Bf16Blocks {
   }
 
  private:
-  static constexpr bool SCALED = std::is_same_v<KV, int8_t>;
   static constexpr int64_t TILE = Products::TILE;  // positions
   static constexpr int64_t N = TILE / L;
   // The most by which a score may exceed the maximum to which its row's sums are relative: weights are at most 2^8.
   static constexpr float SLACK = 8.f;
   static constexpr int64_t PORTION = 8;  // cache lines prefetched in one go between computations
   static_assert(SPLIT % TILE == 0 && TILE % DEPTH == 0 && ROWS % L == 0);
-  using Tiles = KVTileReader<KV, TILE, L>;
+  using Tiles = KVTileReader<TILE, L>;
   using Tile = Tiles::Tile;
 
+  // Calls work(number) with a value of the C++ type that stands for a format; see is_bf16_format.
+  template <typename Work>
+  static void with_format(at::ScalarType format, const Work& work) {
+    switch (format) {
+      case at::kChar: return work(int8_t{});
+      case at::kByte: return work(Int4{});
+      default: return work(Number{});
+    }
+  }
+
   void attend_tile(int64_t tile, const Tile& found) {
-    if constexpr (SCALED) read_scales(found);
+    if (k_scaled_) read_scales(found.k, k_dim_, k_scales_);
+    if (v_scaled_) read_scales(found.v, v_dim_, v_scales_);
     if constexpr (Products::FEW > 0)
       if (kv_.rows.count <= Products::FEW) return attend_few(tile, found);
     transpose_keys(found.k, found.seen.end - tile);
@@ -99,45 +115,52 @@ class Bf16AttentionHead : Bf16Blocks {
 
   // Computes a tile like attend_tile, without rearranging its values and keys beforehand.
   void attend_few(int64_t tile, const Tile& found) {
-    products_.multiply_stored_keys(q_, found.k, k_dim_, kv_.rows.count, s_, tiles_.queue());
+    with_format(kv_.k.format, [&](auto of_k) {
+      products_.template multiply_stored_keys<decltype(of_k)>(q_, found.k, k_dim_, kv_.rows.count, s_, tiles_.queue());
+    });
     softmax(0, tile);
-    if (kv_.all_see(found.seen) || finite_values(found))
-      products_.multiply_stored_values(p_, found.v, v_dim_, width_, kv_.rows.count, values_, tiles_.queue());
-    else
-      multiply_seen_values(0, tile, found.seen.end - tile, found.v);
+    if (!kv_.all_see(found.seen) && !finite_values(found))
+      return multiply_seen_values(0, tile, found.seen.end - tile, found.v);
+    with_format(kv_.v.format, [&](auto of_v) {
+      products_.template multiply_stored_values<decltype(of_v)>(p_, found.v, v_dim_, width_, kv_.rows.count, values_,
+                                                                tiles_.queue());
+    });
   }
 
-  void read_scales(const Tile& found) {
-    for (int64_t j = 0; j < TILE; ++j) {
-      k_scales_[j] = scale_of(found.k[j], k_dim_);
-      v_scales_[j] = scale_of(found.v[j], v_dim_);
-    }
+  static void read_scales(const char* const* vectors, int64_t dim, float* scales) {
+    for (int64_t j = 0; j < TILE; ++j) scales[j] = scale_of(vectors[j], dim);
   }
 
-  // Returns whether the numbers that are multiplied by the weights of a tile are finite. int8 numbers are, and the
-  // weights of keys that are not seen are not multiplied by scales.
+  // Returns whether the numbers that are multiplied by the weights of a tile are finite. Integers are, and the weights
+  // of keys that are not seen are not multiplied by scales.
   bool finite_values(const Tile& found) const {
-    if constexpr (SCALED) return true;
-    const __m512i exponent = _mm512_set1_epi16(0x7F80);
-    __mmask32 broken = 0;
-    for (const KV* value : found.v)
-      for (int64_t c = 0; c * DEPTH < v_dim_; ++c)
-        broken |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(numbers(value, c, v_dim_), exponent), exponent);
-    return broken == 0;
+    bool finite = true;
+    with_format(kv_.v.format, [&](auto of_v) {
+      if constexpr (std::is_same_v<decltype(of_v), int8_t>) return;
+      const __m512i exponent = _mm512_set1_epi16(0x7F80);
+      __mmask32 broken = 0;
+      for (const char* value : found.v)
+        for (int64_t c = 0; c * DEPTH < v_dim_; ++c) {
+          const __m512i bits = numbers<decltype(of_v)>(value, c, v_dim_);
+          broken |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent);
+        }
+      finite = broken == 0;
+    });
+    return finite;
   }
 
   // Adds the weighted values like multiply_values, but query row by query row, with zeros in place of values that the
   // row does not see: their weight is 0, but 0 times NaN is NaN.
-  void multiply_seen_values(int64_t first, int64_t tile, int64_t end, const KV* const* values) {
-    alignas(64) static constexpr uint16_t ZEROS[MAX_DIM] = {};
+  void multiply_seen_values(int64_t first, int64_t tile, int64_t end, const char* const* values) {
+    alignas(64) static constexpr uint16_t ZEROS[MAX_DIM] = {};  // in every format
     float* const sums = values_ + first * width_;
     const std::vector<float> before(sums, sums + L * width_);
     std::vector<float> after = before;
     for (int64_t r = 0; r < count_at(first); ++r) {
       const SeenBy seen_by = kv_.mask.seen_by(position_[first + r]);
-      const KV* seen[TILE];
+      const char* seen[TILE];
       for (int64_t j = 0; j < TILE; ++j)
-        seen[j] = seen_by.has(tile + j) ? values[j] : reinterpret_cast<const KV*>(ZEROS);
+        seen[j] = seen_by.has(tile + j) ? values[j] : reinterpret_cast<const char*>(ZEROS);
       pair_values(seen, end);
       std::copy(before.begin(), before.end(), sums);
       multiply_values(first, end);
@@ -170,28 +193,32 @@ class Bf16AttentionHead : Bf16Blocks {
   }
 
   // Transposes the keys of a tile into blocks, [TILE / 16][chunks][16 pairs of numbers][16 keys][2].
-  void transpose_keys(const KV* const* keys, int64_t end) {
-    for (int64_t j = 0; j < end; j += L)
-      for (int64_t c = 0; c < chunks_; ++c) {
-        transpose_chunk(keys + j, c, k_dim_, k_ + (j / L * chunks_ + c) * SIZE);
-        tiles_.queue().fetch(2 * PORTION);
-      }
+  void transpose_keys(const char* const* keys, int64_t end) {
+    with_format(kv_.k.format, [&](auto of_k) {
+      for (int64_t j = 0; j < end; j += L)
+        for (int64_t c = 0; c < chunks_; ++c) {
+          transpose_chunk<decltype(of_k)>(keys + j, c, k_dim_, k_ + (j / L * chunks_ + c) * SIZE);
+          tiles_.queue().fetch(2 * PORTION);
+        }
+    });
   }
 
   // Arranges values by pairs of keys, [TILE / 32][width / 16][16 pairs of keys][16 numbers][2]; of 32 numbers, the even
   // ones come first. Fills whole blocks, as values beyond the last key are multiplied, too: by weights of 0.
-  void pair_values(const KV* const* values, int64_t end) {
-    const int64_t columns = width_ / L;
-    for (int64_t j = 0; j < end; j += DEPTH)
-      for (int64_t c = 0; c < columns / 2; ++c) {
-        Number* const to = v_ + (j / DEPTH * columns + 2 * c) * SIZE;
-        for (int64_t i = 0; i < L; ++i) {
-          const auto [even, odd] = pair_chunk(values[j + 2 * i], values[j + 2 * i + 1], c, v_dim_);
-          _mm512_store_si512(to + i * DEPTH, even);
-          _mm512_store_si512(to + SIZE + i * DEPTH, odd);
-          tiles_.queue().fetch(1);
+  void pair_values(const char* const* values, int64_t end) {
+    with_format(kv_.v.format, [&](auto of_v) {
+      const int64_t columns = width_ / L;
+      for (int64_t j = 0; j < end; j += DEPTH)
+        for (int64_t c = 0; c < columns / 2; ++c) {
+          Number* const to = v_ + (j / DEPTH * columns + 2 * c) * SIZE;
+          for (int64_t i = 0; i < L; ++i) {
+            const auto [even, odd] = pair_chunk<decltype(of_v)>(values[j + 2 * i], values[j + 2 * i + 1], c, v_dim_);
+            _mm512_store_si512(to + i * DEPTH, even);
+            _mm512_store_si512(to + SIZE + i * DEPTH, odd);
+            tiles_.queue().fetch(1);
+          }
         }
-      }
+    });
   }
 
   // Turns the scores of 16 query rows into softmax weights [TILE / 32][16 rows][32 keys], relative to the highest score
@@ -203,11 +230,11 @@ class Bf16AttentionHead : Bf16Blocks {
       tiles_.queue().fetch(PORTION);
       Raw x[N];
       unroll<N>([&](auto j) { x[j] = _mm512_load_ps(s_ + i * TILE + j * L); });
-      if constexpr (SCALED) unroll<N>([&](auto j) { x[j] = _mm512_mul_ps(x[j], _mm512_load_ps(k_scales_ + j * L)); });
-      scale(x);
+      if (k_scaled_) unroll<N>([&](auto j) { x[j] = _mm512_mul_ps(x[j], _mm512_load_ps(k_scales_ + j * L)); });
+      scale_scores(x, scores_);
       __mmask16 seen[N];
       unroll<N>([&](auto j) { seen[j] = 0xFFFF; });
-      if (!whole) mask(r, tile, x, seen);
+      if (!whole) mask_scores(kv_.mask.seen_by(position_[r]), tile, x, seen);
       __m512 highest = x[0];
       unroll<N>([&](auto j) { highest = _mm512_max_ps(highest, x[j]); });
       if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(top_[r] + SLACK), _CMP_GT_OQ))
@@ -224,7 +251,7 @@ class Bf16AttentionHead : Bf16Blocks {
   // scales.
   inline __attribute__((always_inline)) __m512 store_weights(Raw (&x)[N], const __mmask16 (&seen)[N], Number* to,
                                                              __m512 sum) const {
-    if constexpr (SCALED)
+    if (v_scaled_)
       unroll<N>([&](auto j) {
         sum = _mm512_add_ps(sum, x[j]);
         x[j] = _mm512_maskz_mul_ps(seen[j], x[j], _mm512_load_ps(v_scales_ + j * L));
@@ -232,37 +259,10 @@ class Bf16AttentionHead : Bf16Blocks {
     const __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3F803F80));
     unroll<N / 2>([&](auto j) {
       const __m512bh weights = _mm512_cvtne2ps_pbh(x[2 * j + 1], x[2 * j]);
-      if constexpr (!SCALED) sum = _mm512_dpbf16_ps(sum, weights, one);
+      if (!v_scaled_) sum = _mm512_dpbf16_ps(sum, weights, one);
       _mm512_store_si512(to + j * SIZE, reinterpret_cast<__m512i>(weights));
     });
     return sum;
-  }
-
-  // Multiplies scores by the layer's scale (with softcap, if it has one) and by log2(e), as weights are powers of 2.
-  void scale(Raw (&x)[N]) const {
-    constexpr float LOG2E = 1.44269504f;
-    if (scores_.softcap == 0.f) {
-      const __m512 scale = _mm512_set1_ps(scores_.scale * LOG2E);
-      unroll<N>([&](auto j) { x[j] = _mm512_mul_ps(x[j], scale); });
-    } else {
-      const Vec inner(scores_.scale / scores_.softcap), outer(scores_.softcap * LOG2E);
-      unroll<N>([&](auto j) { x[j] = (Vec(x[j]) * inner).tanh() * outer; });
-    }
-  }
-
-  // Masks (sets to -infinity) the scores of keys that query row r does not see, and sets which ones it sees.
-  void mask(int64_t r, int64_t tile, Raw (&x)[N], __mmask16 (&seen)[N]) const {
-    const SeenBy seen_by = kv_.mask.seen_by(position_[r]);
-    unroll<N>([&](auto j) {
-      seen[j] = part_of(seen_by.latest, tile + j * L) | part_of(seen_by.sinks, tile + j * L);
-      x[j] = _mm512_mask_blend_ps(seen[j], _mm512_set1_ps(MASKED_SCORE), x[j]);
-    });
-  }
-
-  // Returns a mask of the 16 positions from `at` on: which of them are within `range`.
-  static __mmask16 part_of(Range range, int64_t at) {
-    const auto before = [at](int64_t position) { return (1 << std::clamp<int64_t>(position - at, 0, L)) - 1; };
-    return range.empty() ? 0 : static_cast<__mmask16>(before(range.end) & ~before(range.begin));
   }
 
   // Makes the sums of query row r relative to `higher`, a new highest score.
@@ -290,10 +290,11 @@ class Bf16AttentionHead : Bf16Blocks {
   }
 
   const Products products_{};
-  const KVView<KV> kv_;
+  const KVView kv_;
   const Scores scores_;
   const int64_t k_dim_, v_dim_, width_;  // width_: numbers in a row of value sums, with padding
   const int64_t chunks_;                 // number of chunks of 32 numbers in a key
+  const bool k_scaled_, v_scaled_;       // whether products with keys or values are multiplied by scales afterwards
   Tiles tiles_;
   // [rows / 16][chunks][16 rows][32]; rows after the last one are not initialised
   alignas(64) Number q_[ROWS * MAX_DIM];

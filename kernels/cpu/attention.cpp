@@ -3,11 +3,14 @@
 #include "attention.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
 #include "attend.h"
 #include "attend_bf16.h"
+#include "attend_int.h"
 #include "dispatch.h"
+#include "kv_formats.h"
 #include "thread_team.h"
 
 namespace kvmux {
@@ -15,16 +18,17 @@ namespace {
 
 using at::Tensor;
 
-template <typename T, typename KV>
+template <typename T>
 void write_token(const Plane& k_plane, const Plane& v_plane, const Rows& rows, int64_t heads, int64_t row, int64_t i,
                  Heads<const char> k, Heads<const char> v) {
   const int64_t token = rows.first(row) + i;
+  c10::SmallVector<float, MAX_DIM> scratch(std::max(k_plane.dim, v_plane.dim));
   for (int64_t h = 0; h < heads; ++h) {
     const int64_t slot = rows.layout.slot(rows.start(row, h) + i), at = slot % rows.layout.block_size;
     const int64_t block = rows.blocks(row, h)[slot / rows.layout.block_size];
     const auto into = [&](const Plane& plane, Heads<const char> x) {
-      KV* const to = plane.head<KV>(rows.head_in_block(h)) + block * plane.block_stride + at * plane.vector_stride;
-      write_vector(x.at<T>(token, h), to, plane.dim);
+      char* const to = plane.head(rows.head_in_block(h)) + block * plane.block_stride + at * plane.vector_stride;
+      write_vector(x.at<T>(token, h), plane.format, plane.rotated, to, plane.dim, scratch.data());
     };
     into(k_plane, k);
     into(v_plane, v);
@@ -36,8 +40,8 @@ int64_t partial_size(int64_t v_dim) {
   return OnlineSoftmax<AttentionHead::ROWS>::stored_size(AttentionHead::padded(v_dim));
 }
 
-// Divides the sums of a head's query rows by their totals and stores the results; a sink logit adds to the total, and
-// has no value.
+// Divides the sums of a head's query rows by their totals, rotates them back if values are rotated, and stores the
+// results; a sink logit adds to the total, and has no value.
 template <int64_t ROWS, typename T>
 void finish(const AttentionCall& call, const Part& part, OnlineSoftmax<ROWS>& sums, int64_t width) {
   for (int64_t r = 0; r < part.rows.count; ++r) {
@@ -47,31 +51,40 @@ void finish(const AttentionCall& call, const Part& part, OnlineSoftmax<ROWS>& su
       if (call.sink_logits[h] > sums.top[r]) sums.raise(r, call.sink_logits[h], width);
       sums.total[r] += std::exp(call.sink_logits[h] - sums.top[r]);
     }
-    from_float(sums.values + r * width, 1.f / sums.total[r], call.out.at<T>(token, h), call.v.dim);
+    float* const values = sums.values + r * width;
+    T* const out = call.out.at<T>(token, h);
+    const float factor = 1.f / sums.total[r];
+    if (!call.v.rotated) {
+      from_float(values, factor, out, call.v.dim);
+      continue;
+    }
+    from_float(values, factor, values, call.v.dim);
+    rotate(values, call.v.dim);
+    convert(values, out, call.v.dim);
   }
 }
 
 // Returns the stored keys and values of a part.
-template <typename KV>
-KVView<KV> view_of(const AttentionCall& call, const Part& part) {
+KVView view_of(const AttentionCall& call, const Part& part) {
   const auto vectors = [&](const Plane& plane) {
-    return StoredVectors<KV>{plane.head<KV>(call.rows.head_in_block(part.head)),
-                             plane.block_stride,
-                             plane.vector_stride,
-                             plane.dim,
-                             call.rows.blocks(part.row, part.head),
-                             call.rows.layout};
+    return StoredVectors{plane.head(call.rows.head_in_block(part.head)),
+                         plane.block_stride,
+                         plane.vector_stride,
+                         plane.dim,
+                         plane.format,
+                         plane.rotated,
+                         call.rows.blocks(part.row, part.head),
+                         call.rows.layout};
   };
   return {vectors(call.k), vectors(call.v), call.rows.mask(call.plan.mask, part.row, part.head), part.rows};
 }
 
 template <typename AttentionHead, typename T>
 void attend_item(const AttentionCall& call, const Item& item, const Item* next) {
-  using KV = typename AttentionHead::KV;
   const auto& [part, begin, end, partial] = item;
   const int64_t width = AttentionHead::padded(call.v.dim), size = partial_size<AttentionHead>(call.v.dim);
-  AttentionHead head(view_of<KV>(call, part), call.scores);
-  if (next != nullptr) head.set_next(view_of<KV>(call, next->part), next->begin);
+  AttentionHead head(view_of(call, part), call.scores);
+  if (next != nullptr) head.set_next(view_of(call, next->part), next->begin);
   for (int64_t r = 0; r < part.rows.count; ++r)
     head.set_query(
         r, call.q.at<T>(call.rows.first(part.row) + part.rows.query(r), part.head * call.group + part.rows.head(r)));
@@ -95,19 +108,23 @@ void merge_splits(const AttentionCall& call, const Merge& merge) {
 template <typename AttentionHead, typename T>
 AttentionKernels kernels_by() {
   return {AttentionHead::ROWS, partial_size<AttentionHead>, attend_item<AttentionHead, T>,
-          merge_splits<AttentionHead, T>, write_token<T, typename AttentionHead::KV>};
+          merge_splits<AttentionHead, T>, write_token<T>};
 }
 
-template <typename T, typename KV>
-AttentionKernels kernels_of() {
-  [[maybe_unused]] constexpr bool IN_BF16 =
-      std::is_same_v<T, at::BFloat16> && (std::is_same_v<KV, T> || std::is_same_v<KV, int8_t>);
+template <typename T>
+AttentionKernels kernels_of([[maybe_unused]] at::ScalarType k, [[maybe_unused]] at::ScalarType v) {
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
 #if defined(__AMX_BF16__)
-  if constexpr (IN_BF16) return kernels_by<Bf16AttentionHead<KV, AmxProducts>, T>();
-#elif defined(__AVX512BF16__)
-  if constexpr (IN_BF16) return kernels_by<Bf16AttentionHead<KV, DotProducts>, T>();
+    if (are_int_formats(k, v)) return kernels_by<IntAttentionHead<AmxIntProducts>, T>();
+    if (is_bf16_format(k) && is_bf16_format(v)) return kernels_by<Bf16AttentionHead<AmxProducts>, T>();
+#elif defined(CPU_CAPABILITY_AVX512)
+    if (are_int_formats(k, v)) return kernels_by<IntAttentionHead<VnniIntProducts>, T>();
 #endif
-  return kernels_by<AttentionHead<KV>, T>();
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+    if (is_bf16_format(k) && is_bf16_format(v)) return kernels_by<Bf16AttentionHead<DotProducts>, T>();
+#endif
+  }
+  return kernels_by<AttentionHead, T>();
 }
 
 }  // namespace
@@ -138,11 +155,9 @@ Plan make_plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& co
   return work;
 }
 
-AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kv) {
+AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType k, at::ScalarType v) {
   AttentionKernels found{};
-  with_type(q, [&](auto of_q) {
-    with_kv_type(kv, [&](auto of_kv) { found = kernels_of<decltype(of_q), decltype(of_kv)>(); });
-  });
+  with_type(q, [&](auto of_q) { found = kernels_of<decltype(of_q)>(k, v); });
   return found;
 }
 
@@ -156,21 +171,21 @@ Heads<Byte> heads(const Tensor& x) {
 // Returns the number of heads whose addresses differ; 0 if all heads of a token are in one block.
 int64_t split_heads_of(const Tensor& start, int64_t heads) { return start.dim() == 2 ? heads : 0; }
 
-void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, const Tensor& v, const Tensor& table,
-              const Tensor& table_row, const Tensor& q_start, const Tensor& start,
+void write_kv(const Tensor& k_plane, const Tensor& v_plane, bool k_rotated, bool v_rotated, const Tensor& k,
+              const Tensor& v, const Tensor& table, const Tensor& table_row, const Tensor& q_start, const Tensor& start,
               const std::optional<Tensor>& window_start, int64_t block_size, int64_t sinks, int64_t ring,
               int64_t num_decode, int64_t max_q, int64_t max_kv) {
   expect_planes("write_kv", k_plane, v_plane);
-  expect("write_kv", "k", k, FLOATS, {ANY, SOME, k_plane.size(3)});
-  expect("write_kv", "v", v, only(k.scalar_type()), {k.size(0), k.size(1), v_plane.size(3)});
+  const Plane keys(k_plane, k_rotated), values(v_plane, v_rotated);
+  expect("write_kv", "k", k, FLOATS, {ANY, SOME, keys.dim});
+  expect("write_kv", "v", v, only(k.scalar_type()), {k.size(0), k.size(1), values.dim});
   const int64_t heads_split = split_heads_of(start, k.size(1));
   const Addresses addresses{
       table, table_row, q_start, start, window_start, {block_size, sinks, ring}, {num_decode, max_q, max_kv}};
   expect_rows("write_kv", addresses, heads_split, k_plane.size(0), k.size(0));
-  expect_plane("write_kv", Plane(k_plane), heads_split ? 1 : k.size(1), k.size(2), block_size);
+  expect_plane("write_kv", keys, heads_split ? 1 : k.size(1), k.size(2), block_size);
   const Rows rows(addresses);
-  const auto write = attention_kernels(k.scalar_type(), k_plane.scalar_type()).write;
-  const Plane keys(k_plane), values(v_plane);
+  const auto write = attention_kernels(k.scalar_type(), keys.format, values.format).write;
   for (int64_t row = 0; row < rows.count; ++row) {
     if (rows.is_padding(row)) continue;
     parallel_over_rows(rows.tokens(row), k.size(1) * k.size(2), [&](int64_t begin, int64_t end) {
@@ -180,36 +195,37 @@ void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, con
   }
 }
 
-void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, int64_t kv_heads, const Tensor& table,
-            const Tensor& table_row, const Tensor& q_start, const Tensor& start,
-            const std::optional<Tensor>& window_start, int64_t block_size, int64_t sinks, int64_t ring,
-            int64_t num_decode, int64_t max_q, int64_t max_kv, int64_t model_window, int64_t window, double scale,
-            double softcap, const std::optional<Tensor>& sink_logits) {
-  expect_planes("attend", k, v);
-  expect("attend", "q", q, FLOATS, {ANY, SOME, k.size(3)});
-  expect("attend", "out", out, only(q.scalar_type()), {q.size(0), q.size(1), v.size(3)});
+void attend(const Tensor& out, const Tensor& q, const Tensor& k_plane, const Tensor& v_plane, bool k_rotated,
+            bool v_rotated, int64_t kv_heads, const Tensor& table, const Tensor& table_row, const Tensor& q_start,
+            const Tensor& start, const std::optional<Tensor>& window_start, int64_t block_size, int64_t sinks,
+            int64_t ring, int64_t num_decode, int64_t max_q, int64_t max_kv, int64_t model_window, int64_t window,
+            double scale, double softcap, const std::optional<Tensor>& sink_logits) {
+  expect_planes("attend", k_plane, v_plane);
+  const Plane keys(k_plane, k_rotated), values(v_plane, v_rotated);
+  expect("attend", "q", q, FLOATS, {ANY, SOME, keys.dim});
+  expect("attend", "out", out, only(q.scalar_type()), {q.size(0), q.size(1), values.dim});
   expect("attend", "sink_logits", sink_logits, FLOATS, {q.size(1)});
   const Tensor logits = sink_logits ? sink_logits->to(at::kFloat) : Tensor();
   TORCH_CHECK_VALUE(kv_heads > 0 && q.size(1) % kv_heads == 0, "attend: ", q.size(1), " query heads cannot share ",
                     kv_heads, " heads of keys");
   TORCH_CHECK_VALUE(model_window > 0 && window > 0, "attend: windows of ", model_window, " and ", window);
-  TORCH_CHECK_VALUE(std::max(k.size(3), v.size(3)) <= MAX_DIM, "attend: heads wider than ", MAX_DIM);
+  TORCH_CHECK_VALUE(std::max(keys.dim, values.dim) <= MAX_DIM, "attend: heads wider than ", MAX_DIM);
   const int64_t heads_split = split_heads_of(start, kv_heads);
-  expect_plane("attend", Plane(k), heads_split ? 1 : kv_heads, k.size(3), block_size);
+  expect_plane("attend", keys, heads_split ? 1 : kv_heads, keys.dim, block_size);
   const Addresses addresses{
       table, table_row, q_start, start, window_start, {block_size, sinks, ring}, {num_decode, max_q, max_kv}};
-  expect_rows("attend", addresses, heads_split, k.size(0), q.size(0));
+  expect_rows("attend", addresses, heads_split, k_plane.size(0), q.size(0));
   const Rows rows(addresses);
   const Mask mask = mask_of(rows, model_window, window);
-  const AttentionKernels kernels = attention_kernels(q.scalar_type(), k.scalar_type());
+  const AttentionKernels kernels = attention_kernels(q.scalar_type(), keys.format, values.format);
   const int64_t group = q.size(1) / kv_heads;
   const Plan work = make_plan(rows, kv_heads, group, mask, kernels.most_rows);
-  const Tensor partials = at::empty({work.partials, kernels.partial_size(v.size(3))}, at::kFloat);
+  const Tensor partials = at::empty({work.partials, kernels.partial_size(values.dim)}, at::kFloat);
   const AttentionCall call{
       .rows = rows,
       .plan = work,
-      .k = Plane(k),
-      .v = Plane(v),
+      .k = keys,
+      .v = values,
       .scores = {static_cast<float>(scale), static_cast<float>(softcap)},
       .sink_logits = logits.defined() ? logits.const_data_ptr<float>() : nullptr,
       .group = group,
@@ -240,7 +256,8 @@ void check_slots(const Tensor& k_plane, int64_t kv_heads, const Tensor& table, c
 
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.def(
-      "write_kv(Tensor(a!) k_plane, Tensor(b!) v_plane, Tensor k, Tensor v, Tensor table, Tensor table_row, "
+      "write_kv(Tensor(a!) k_plane, Tensor(b!) v_plane, bool k_rotated, bool v_rotated, Tensor k, Tensor v, Tensor "
+      "table, Tensor table_row, "
       "Tensor q_start, Tensor start, Tensor? window_start, int block_size, int sinks, int ring, int num_decode, int "
       "max_q, int max_kv) -> ()",
       &kvmux::write_kv);
@@ -250,7 +267,8 @@ TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
       "-> ()",
       &kvmux::check_slots);
   library.def(
-      "attend(Tensor(a!) out, Tensor q, Tensor k_plane, Tensor v_plane, int kv_heads, Tensor table, Tensor table_row, "
+      "attend(Tensor(a!) out, Tensor q, Tensor k_plane, Tensor v_plane, bool k_rotated, bool v_rotated, int kv_heads, "
+      "Tensor table, Tensor table_row, "
       "Tensor q_start, Tensor start, Tensor? window_start, int block_size, int sinks, int ring, int num_decode, int "
       "max_q, int max_kv, int model_window, "
       "int window, float scale, float softcap, Tensor? sink_logits) -> ()",

@@ -68,7 +68,7 @@ struct AttentionCall {
   float* partials;  // AttentionKernels::partial_size numbers for each
 };
 
-// The attention kernels for one type of queries and one type of stored keys and values.
+// The attention kernels for one type of queries, one format of stored keys and one of stored values.
 struct AttentionKernels {
   int64_t most_rows;                       // of a part
   int64_t (*partial_size)(int64_t v_dim);  // number of float32 values in a partial sum
@@ -80,7 +80,8 @@ struct AttentionKernels {
                 Heads<const char> k, Heads<const char> v);
 };
 
-AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kv);  // throws if no kernels have these types
+// Returns the kernels for queries of a type, and for formats of keys and of values; throws if there are none.
+AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType k, at::ScalarType v);
 // Cuts the attention of a step into pieces of work for threads: a chunk of a prompt by queries, with at most
 // `most_rows` query rows in a piece; a single query, whose sequence may be long, by those splits of its sequence that
 // it sees.

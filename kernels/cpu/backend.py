@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kernels.cpu.decoder import MAX_DIM, NO_WINDOW, CpuDecoderLayers
+from kernels.cpu.decoder import MAX_DIM, NO_WINDOW, CpuDecoderLayers, list_rotations
 from kernels.cpu.packed import (
     BLOCK,
     JoinedMatrix,
@@ -97,8 +97,7 @@ class CpuOps(ReferenceOps):
     def forward_layers(self, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         if not isinstance(layers, CpuDecoderLayers) or not attention.slices:
             return super().forward_layers(layers, x, attention)
-        out = layers.run(x, attention)
-        return super().forward_layers(layers, x, attention) if out is None else out
+        return layers.run(x, attention)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         packed = weight if isinstance(weight, PackedMatrix) else self.pack(weight)
@@ -178,16 +177,8 @@ class CpuOps(ReferenceOps):
         return None
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
-        if store.dtype is None:
-            return super().write_kv(store, layer, k, v, at)
-        self._library.write_kv(
-            store.k(layer),
-            store.v(layer),
-            k,
-            v,
-            *_address_arguments(at),
-        )
-        return None
+        planes = store.k(layer), store.v(layer)
+        self._library.write_kv(*planes, *list_rotations(store), k, v, *_address_arguments(at))
 
     def attend(
         self,
@@ -200,7 +191,7 @@ class CpuOps(ReferenceOps):
         *,
         window: int | None = None,
     ) -> None:
-        if max(spec.head_dim, spec.v_head_dim) > MAX_DIM or store.dtype is None:
+        if max(spec.head_dim, spec.v_head_dim) > MAX_DIM:
             return super().attend(out, q, store, layer, at, spec, window=window)
         heads = spec.num_kv_heads, spec.head_dim, spec.v_head_dim
         if heads != store.heads(layer) or q.shape[1:2] != (spec.num_q_heads,) or store.split_heads != at.split_heads:
@@ -210,6 +201,7 @@ class CpuOps(ReferenceOps):
             q,
             store.k(layer),
             store.v(layer),
+            *list_rotations(store),
             spec.num_kv_heads,
             *_address_arguments(at),
             NO_WINDOW if spec.window is None else spec.window,
@@ -221,10 +213,7 @@ class CpuOps(ReferenceOps):
         return None
 
     def copy_tokens(self, store: KVStore, layer: int, src: Tensor, dst: Tensor) -> None:
-        if store.dtype is None:
-            return super().copy_tokens(store, layer, src, dst)
         self._library.copy_tokens(store.k(layer), store.v(layer), src, dst, store.pages_per_block)
-        return None
 
     def select_blocks(self, out: Tensor, q: Tensor, summaries: Tensor, candidates: Tensor, counts: Tensor) -> None:
         if q.dim() == 3 and q.shape[2] > MAX_DIM:

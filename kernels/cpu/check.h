@@ -13,7 +13,7 @@ namespace kvmux {
 using Types = uint64_t;
 constexpr Types only(at::ScalarType type) { return Types{1} << static_cast<int>(type); }
 constexpr Types FLOATS = only(at::kFloat) | only(at::kBFloat16) | only(at::kHalf);  // of activations and weights
-constexpr Types KV_TYPES = FLOATS | only(at::kChar);                                // of stored keys and values
+constexpr Types KV_TYPES = FLOATS | only(at::kChar) | only(at::kByte);  // of stored keys and values; bytes: int4
 
 constexpr int64_t ANY = -1;   // in expected sizes: a dimension of any size
 constexpr int64_t SOME = -2;  // in expected sizes: a dimension of size 1 or more

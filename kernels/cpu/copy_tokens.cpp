@@ -127,14 +127,12 @@ void expect_whole_blocks(const SlotsInBlocks& src, const SlotsInBlocks& dst, int
                       blocks[i - 1], " and ", blocks[i], " overlap, as a block has ", pages, " pages");
 }
 
-// One head of the keys or the values of a layer, as bytes. A vector includes the scale that follows its numbers in
-// int8.
+// One head of the keys or the values of a layer, as bytes. A vector includes the scales that follow its numbers.
 struct HeadBytes {
   HeadBytes(const Plane& plane, int64_t head) {
-    const int64_t size = c10::elementSize(plane.type);
-    begin = plane.numbers + head * plane.head_stride * size;
-    block_stride = plane.block_stride * size;
-    vector = plane.vector_stride * size;
+    begin = plane.head(head);
+    block_stride = plane.block_stride;
+    vector = plane.vector_stride;
   }
 
   char* at(const SlotInBlock& slot) const { return begin + slot.block * block_stride + slot.offset * vector; }

@@ -18,22 +18,24 @@ using at::Tensor;
 // The keys and values of one store, for torch. Like all types that are registered with torch, it has internal linkage,
 // as libraries for several instruction sets may be loaded together.
 struct StorePlanes : torch::CustomClassHolder {
-  // Takes the keys and the values of those layers whose numbers are `layers`.
-  StorePlanes(const std::vector<Tensor>& keys, const std::vector<Tensor>& values, const std::vector<int64_t>& layers)
+  // Takes the keys and the values of those layers whose numbers are `layers`, and whether they are rotated.
+  StorePlanes(const std::vector<Tensor>& keys, const std::vector<Tensor>& values, const std::vector<int64_t>& layers,
+              bool k_rotated, bool v_rotated)
       : tensors{keys, values} {
     TORCH_CHECK_VALUE(keys.size() == values.size() && keys.size() == layers.size() && !keys.empty(),
                       "forward_layers: keys and values of other layers");
-    for (const Tensor& plane : keys) add("the keys' memory", plane, planes.keys);
-    for (const Tensor& plane : values) add("the values' memory", plane, planes.values);
+    add("the keys' memory", keys, k_rotated, planes.keys);
+    add("the values' memory", values, v_rotated, planes.values);
     planes.index.resize(*std::ranges::max_element(layers) + 1, -1);
     for (size_t i = 0; i < layers.size(); ++i) planes.index.at(layers[i]) = i;
   }
 
-  // Adds the plane (keys or values) of one layer; all planes must have the type of the first one.
-  void add(const char* name, const Tensor& plane, std::vector<Plane>& to) {
-    const Types types = planes.keys.empty() ? KV_TYPES : only(planes.keys[0].type);
-    expect("forward_layers", name, plane, types, {ANY, SOME, SOME, SOME});
-    to.emplace_back(plane);
+  // Adds the planes (keys or values) of all layers, which must have the same format.
+  static void add(const char* name, const std::vector<Tensor>& from, bool rotated, std::vector<Plane>& to) {
+    for (const Tensor& plane : from) {
+      expect_plane_tensor("forward_layers", name, plane, to.empty() ? KV_TYPES : only(to[0].format));
+      to.emplace_back(plane, rotated);
+    }
   }
 
   const std::vector<Tensor> tensors[2];
@@ -220,7 +222,9 @@ const Location* Layers::location(size_t number, const std::vector<size_t>& layer
   TORCH_CHECK_VALUE(at.q_start.const_data_ptr<int32_t>()[rows] == tokens,
                     "forward_layers: the rows of a strategy must cover its ", tokens, " tokens");
   Location& to = locations_.emplace_back(
-      Location{.rows = Rows(at), .planes = planes, .kernels = attention_kernels(type_, planes.keys[0].type)});
+      Location{.rows = Rows(at),
+               .planes = planes,
+               .kernels = attention_kernels(type_, planes.keys[0].format, planes.values[0].format)});
   for (int64_t row = 0; row < rows; ++row) to.row_of.insert(to.row_of.end(), to.rows.tokens(row), row);
   add_plans(layers, numbers[WINDOW], to);
   return &to;
@@ -327,7 +331,7 @@ int64_t Layers::run_step() {
 
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.class_<kvmux::StorePlanes>("Planes").def(
-      torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<int64_t>>());
+      torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<int64_t>, bool, bool>());
   library.class_<kvmux::Layers>("Layers")
       .def(torch::init<const at::Tensor&>())
       .def("add", &kvmux::Layers::add)

@@ -73,16 +73,12 @@ class CpuDecoderLayers(DecoderLayers):
             [attn.eps, spec.scale, spec.softcap or 0.0],
         )
 
-    def run(self, x: Tensor, attention: Attention) -> Tensor | None:
+    def run(self, x: Tensor, attention: Attention) -> Tensor:
         """Return the output [N, d] of the last layer for embedded tokens x [N, d].
 
-        Return None if keys and values of a store differ in dtype, which the C++ pass does not support.
         C++ stops at each layer in which a slice computes its own attention (a hook), and is resumed after it.
         """
-        arguments = self._make_arguments(attention.slices)
-        if arguments is None:
-            return None
-        out, hooked_layer = self._layers.run(x, attention.positions, *arguments)
+        out, hooked_layer = self._layers.run(x, attention.positions, *self._make_arguments(attention.slices))
         self._hook_seconds = 0.0
         while hooked_layer >= 0:
             began = time.perf_counter()
@@ -94,15 +90,13 @@ class CpuDecoderLayers(DecoderLayers):
             hooked_layer = self._layers.resume()
         return cast(Tensor, out)
 
-    def _make_arguments(self, slices: Sequence[AttentionSlice]) -> tuple[list[Any], ...] | None:
-        """Return the fields of the struct StepArguments of decoder.cpp; None if keys and values differ in format."""
+    def _make_arguments(self, slices: Sequence[AttentionSlice]) -> tuple[list[Any], ...]:
+        """Return the fields of the struct StepArguments of decoder.cpp."""
         # Many layers have the same location, which is passed once.
         unique = {id(where): where for each in slices for where in each.kv_locations if where is not None}
         numbers = {key: i for i, key in enumerate(unique)}
         planes, addresses, integers = [], [], []
         for store, at, window in unique.values():
-            if store.dtype is None:
-                return None
             planes.append(self._get_planes(store))
             addresses += [at.table, at.table_row, at.q_start, at.start, at.window_start]
             integers += [at.block_size, at.sinks, at.ring, at.num_decode, at.max_q, at.max_kv]
@@ -124,6 +118,12 @@ class CpuDecoderLayers(DecoderLayers):
         if store not in self._planes:
             layers = store.layers
             self._planes[store] = self._library.Planes(
-                [store.k(i) for i in layers], [store.v(i) for i in layers], list(layers)
+                [store.k(i) for i in layers], [store.v(i) for i in layers], list(layers), *list_rotations(store)
             )
         return self._planes[store]
+
+
+def list_rotations(store: KVStore) -> tuple[bool, bool]:
+    """Return whether the keys of a store are rotated, and whether its values are."""
+    formats = store.formats
+    return (False, False) if isinstance(formats, str) else (formats.k.rotated, formats.v.rotated)

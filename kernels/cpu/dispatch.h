@@ -20,13 +20,6 @@ void with_type(at::ScalarType type, const Work& work) {
   }
 }
 
-// Calls work(number) like with_type, also for int8: the types in which keys and values may be stored.
-template <typename Work>
-void with_kv_type(at::ScalarType type, const Work& work) {
-  if (type == at::kChar) return work(int8_t{});
-  with_type(type, work);
-}
-
 // Calls work(begin, end) for ranges of n rows of `width` numbers each, in several threads if there are enough numbers.
 template <typename Work>
 void parallel_over_rows(int64_t n, int64_t width, const Work& work) {

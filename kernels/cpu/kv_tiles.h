@@ -22,9 +22,8 @@ struct QueryRows {
 };
 
 // The stored keys and values of one head of a sequence, as some query rows see them.
-template <typename T>
 struct KVView {
-  KVView(const StoredVectors<T>& keys, const StoredVectors<T>& values, const Mask& seen, const QueryRows& query_rows)
+  KVView(const StoredVectors& keys, const StoredVectors& values, const Mask& seen, const QueryRows& query_rows)
       : k(keys), v(values), mask(seen), rows(query_rows), oldest(rows.position(0)),
         newest(rows.position(rows.count - 1)) {}
 
@@ -33,7 +32,7 @@ struct KVView {
   // Returns the first position from `first` on that any query row sees.
   int64_t next_seen(int64_t first) const { return mask.next_seen(oldest, newest, first); }
 
-  StoredVectors<T> k, v;
+  StoredVectors k, v;
   Mask mask;
   QueryRows rows;
   int64_t oldest, newest;  // positions of the first query and of the last one
@@ -42,53 +41,53 @@ struct KVView {
 // The addresses of the keys and values of TILE positions. `seen` spans all positions that any query row sees; within
 // it, keys between the sinks and the window are read as well, and masked later. Outside of `seen` the addresses are
 // those of one key that is seen.
-template <typename T, int64_t TILE>
+template <int64_t TILE>
 struct KVTile {
   // Finds the addresses of the tile that begins at position `tile`.
-  void find(const KVView<T>& kv, int64_t tile) {
+  void find(const KVView& kv, int64_t tile) {
     seen = kv.mask.seen(kv.oldest, kv.newest, {tile, tile + TILE});
     for (int64_t p = seen.begin, n; p < seen.end; p += n) {
       n = kv.k.layout.run(p, seen.end);
-      const T *const first_k = kv.k.at(p), *const first_v = kv.v.at(p);
+      const char *const first_k = kv.k.at(p), *const first_v = kv.v.at(p);
       for (int64_t i = 0; i < n; ++i) {
         k[p - tile + i] = first_k + i * kv.k.vector_stride;
         v[p - tile + i] = first_v + i * kv.v.vector_stride;
       }
     }
     if (seen.empty()) return;
-    for (const T** vectors : {k, v}) {
-      const T* const instead = vectors[seen.begin - tile];
+    for (const char** vectors : {k, v}) {
+      const char* const instead = vectors[seen.begin - tile];
       std::fill_n(vectors, seen.begin - tile, instead);
       std::fill(vectors + (seen.end - tile), vectors + TILE, instead);
     }
   }
 
   // Queues the keys and values for prefetching.
-  void enqueue(const KVView<T>& kv, PrefetchQueue& queue) const {
+  void enqueue(const KVView& kv, PrefetchQueue& queue) const {
     for (int64_t p = seen.begin, n; p < seen.end; p += n) {
       n = kv.k.layout.run(p, seen.end);
-      queue.add(k[p % TILE], n * kv.k.vector_stride * sizeof(T));
-      queue.add(v[p % TILE], n * kv.v.vector_stride * sizeof(T));
+      queue.add(k[p % TILE], n * kv.k.vector_stride);
+      queue.add(v[p % TILE], n * kv.v.vector_stride);
     }
   }
 
   Range seen;
-  const T *k[TILE], *v[TILE];
+  const char *k[TILE], *v[TILE];
 };
 
 // Reads tiles one after the other. While one is computed, the next one is prefetched, and with the last one the first
 // tile of what this thread reads afterwards. This is done for up to PREFETCH_ROWS query rows: with more of them the
 // products take longer than reading memory.
-template <typename T, int64_t TILE, int64_t PREFETCH_ROWS>
+template <int64_t TILE, int64_t PREFETCH_ROWS>
 class KVTileReader {
  public:
-  using Tile = KVTile<T, TILE>;
+  using Tile = KVTile<TILE>;
 
   // `kv` must live as long as the reader.
-  explicit KVTileReader(const KVView<T>& kv) : kv_(kv) {}
+  explicit KVTileReader(const KVView& kv) : kv_(kv) {}
 
   // Sets what this thread reads afterwards: from position `begin` on.
-  void set_next(const KVView<T>& kv, int64_t begin) {
+  void set_next(const KVView& kv, int64_t begin) {
     if (prefetches(kv_) && prefetches(kv)) next_.emplace(Next{kv, begin});
   }
 
@@ -115,18 +114,18 @@ class KVTileReader {
 
  private:
   struct Next {
-    KVView<T> kv;
+    KVView kv;
     int64_t begin;
   };
 
-  static bool prefetches(const KVView<T>& kv) { return kv.rows.count <= PREFETCH_ROWS; }
+  static bool prefetches(const KVView& kv) { return kv.rows.count <= PREFETCH_ROWS; }
 
-  void prepare(const KVView<T>& kv, int64_t tile) {
+  void prepare(const KVView& kv, int64_t tile) {
     tiles_[at_].find(kv, tile);
     if (prefetches(kv)) tiles_[at_].enqueue(kv, queue_);
   }
 
-  const KVView<T>& kv_;
+  const KVView& kv_;
   int64_t end_ = 0;
   std::optional<Next> next_;  // if known
   Tile tiles_[2];             // the current tile and the one after it; they swap places at each read()

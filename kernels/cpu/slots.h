@@ -1,12 +1,11 @@
-// Where the keys of a row are stored (`kernels.types.Slots`), how one is read and written (`kernels/store.py`), and
-// which of them a query sees (the windows of `Ops.attend`). Knows nothing of scores.
+// Where the keys of a row are stored (`kernels.types.Slots`), and which of them a query sees (the windows of
+// `Ops.attend`). Knows neither what is stored there nor scores.
 #pragma once
+
+#include <c10/core/ScalarType.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
-
-#include "vector.h"
 
 namespace kvmux {
 
@@ -24,84 +23,21 @@ struct Layout {
   }
 };
 
-// The stored keys or values of one head of one row: vectors of `dim` numbers; an int8 vector is followed by its float32
-// scale.
-template <typename T>
+// The stored keys or values of one head of one row: vectors of `dim` numbers in a format (kv_formats.h).
 struct StoredVectors {
-  const T* memory;  // address of the head's first vector in block 0
-  int64_t block_stride, vector_stride, dim;
+  const char* memory;                   // address of the head's first vector in block 0
+  int64_t block_stride, vector_stride;  // bytes
+  int64_t dim;
+  at::ScalarType format;
+  bool rotated;
   const int32_t* blocks;  // ids of its blocks: a row of the block table
   Layout layout;
 
-  const T* at(int64_t index) const {
+  const char* at(int64_t index) const {
     const int64_t slot = layout.slot(index);
     return memory + blocks[slot / layout.block_size] * block_stride + slot % layout.block_size * vector_stride;
   }
 };
-
-// Reads a stored key or value of n numbers as float32.
-template <typename T>
-inline void read_vector(const T* from, float* to, int64_t n) {
-  to_float(from, to, n);
-}
-
-// Returns the scale of a stored vector of n numbers.
-inline float scale_of(const int8_t* from, int64_t n) {
-  float scale;
-  std::memcpy(&scale, from + n, sizeof(scale));
-  return scale;
-}
-
-inline void read_vector(const int8_t* from, float* to, int64_t n) {
-  const float scale = scale_of(from, n);
-  const Vec scales(scale);
-  int64_t i = 0;
-  for (; i + W <= n; i += W) (load(from + i) * scales).store(to + i);
-  for (; i < n; ++i) to[i] = static_cast<float>(from[i]) * scale;
-}
-
-// Reads W stored keys or values of n numbers as the columns of [n, W] of float32, whose rows begin `ld` numbers apart;
-// calls between() from time to time.
-template <typename T, typename Between>
-inline void read_transposed(const T* const* from, int64_t n, float* to, int64_t ld, const Between& between) {
-  transpose_rows(from, n, to, ld, between);
-}
-
-template <typename Between>
-inline void read_transposed(const int8_t* const* from, int64_t n, float* to, int64_t ld, const Between& between) {
-  float scales[W];
-  for (int64_t i = 0; i < W; ++i) scales[i] = scale_of(from[i], n);
-  int64_t at = 0;
-  for (; at + 4 * W <= n; at += 4 * W, between()) transpose_quads(from, at, load(scales), to + at * ld, ld);
-  for (; at + W <= n; at += W, between()) transpose_block(from, at, to + at * ld, ld, load(scales));
-  for (; at < n; ++at)
-    for (int64_t i = 0; i < W; ++i) to[at * ld + i] = static_cast<float>(from[i][at]) * scales[i];
-}
-
-// Stores a key or value of n numbers; as int8 the largest magnitude becomes 127, as in reference/backend.py.
-template <typename T, typename KV>
-inline void write_vector(const T* from, KV* to, int64_t n) {
-  convert(from, to, n);
-}
-
-template <typename T>
-inline void write_vector(const T* from, int8_t* to, int64_t n) {
-  constexpr float TINY = 1e-30f;
-  float largest = 0.f;
-  bool finite = true;  // if any of the numbers is NaN or infinite, the scale becomes NaN
-  for (int64_t i = 0; i < n; ++i) {
-    const float size = std::abs(static_cast<float>(from[i]));
-    finite &= size <= std::numeric_limits<float>::max();
-    largest = std::max(largest, size);
-  }
-  const float scale = finite ? largest / 127.f : std::numeric_limits<float>::quiet_NaN();
-  const float divisor = finite ? std::max(scale, TINY) : std::numeric_limits<float>::infinity();
-  for (int64_t i = 0; i < n; ++i) {
-    const float number = std::nearbyint(static_cast<float>(from[i]) / divisor);
-    to[i] = finite ? static_cast<int8_t>(number) : int8_t{0};
-  }
-  std::memcpy(to + n, &scale, sizeof(scale));
-}
 
 struct Range {
   int64_t begin, end;

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.kv_formats import KVFormats, as_formats
 from kernels.metal.arguments import (
     GROUP,
     KERNEL_DTYPES,
@@ -60,10 +61,10 @@ class MetalOps(ReferenceOps):
     def block_formats(self) -> Container[str]:
         return FORMATS
 
-    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        if dtype in KERNEL_DTYPES:
+    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, formats: KVFormats) -> None:
+        if dtype in KERNEL_DTYPES and formats in (as_formats(dtype), as_formats(torch.int8)):
             for spec in layers:
-                self._attention.prepare(spec, dtype, kv_dtype)
+                self._attention.prepare(spec, dtype, formats.k.dtype)
 
     def commit(self) -> None:
         self._commit()
@@ -208,30 +209,6 @@ class MetalOps(ReferenceOps):
         return None
 
     # ---------------------------------------------------------------- KV memory
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if not has_kernel_dtype(x):
-            return super().quantize(x)
-        reference.check_quantize(x)
-        check_same_device(x)
-        vectors = x.reshape(-1, x.shape[-1])
-        out, scale = vectors.new_empty(vectors.shape, dtype=torch.int8), x.new_empty(len(vectors), dtype=torch.float32)
-        sizes = (vectors.shape[1], vectors.stride(0))  # VectorSizes
-        kernel = self._kernels.get("store", "quantize", T=x.dtype, KV=x.dtype)
-        kernel(Grid((LANES, len(vectors), 1), (LANES, 1, 1)), out, scale, vectors, sizes)
-        return out.view(x.shape), scale.view(x.shape[:-1])
-
-    def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
-        if x.dtype is not torch.int8 or scale.dtype is not torch.float32:
-            return super().dequantize(x, scale)
-        reference.check_dequantize(x, scale)
-        vectors, scales, dim = x.reshape(-1, x.shape[-1]), scale.reshape(-1), x.shape[-1]
-        check_same_device(vectors, scales)
-        out = vectors.new_empty(vectors.shape, dtype=torch.float32)
-        sizes = (dim, vectors.stride(0))  # VectorSizes
-        kernel = self._kernels.get("store", "dequantize", T=torch.float32, KV=torch.int8)
-        kernel(Grid((dim, len(vectors), 1), (min(dim, GROUP), 1, 1)), out, vectors, scales, sizes)
-        return out.view(x.shape)
-
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         if not has_kernel_dtype(k, v) or store.dtype not in (k.dtype, torch.int8):
             return super().write_kv(store, layer, k, v, at)

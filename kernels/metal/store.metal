@@ -17,32 +17,6 @@ inline float quantize_vector(const device T* from, device char* to, int n, uint 
   return simd_all(sound) ? scale : as_type<float>(NO_NUMBER);
 }
 
-struct VectorSizes {
-  int dim, stride;  // numbers of a vector; numbers from vector to vector of the input
-};
-
-// Quantizes vectors: x [N, dim] -> out [N, dim] int8 and scale [N].
-kernel void quantize(
-    device char* out [[buffer(0)]],
-    device float* scale [[buffer(1)]],
-    const device T* x [[buffer(2)]],
-    constant VectorSizes& sizes [[buffer(3)]],
-    uint2 at [[thread_position_in_grid]]) {  // lane, vector
-  const float found =
-      quantize_vector(x + size_t(at.y) * sizes.stride, out + size_t(at.y) * sizes.dim, sizes.dim, at.x);
-  if (at.x == 0) scale[at.y] = found;
-}
-
-// Dequantizes vectors, one thread per number: x [N, dim] int8, scale [N] -> out [N, dim].
-kernel void dequantize(
-    device float* out [[buffer(0)]],
-    const device char* x [[buffer(1)]],
-    const device float* scale [[buffer(2)]],
-    constant VectorSizes& sizes [[buffer(3)]],
-    uint2 at [[thread_position_in_grid]]) {  // number, vector
-  out[size_t(at.y) * sizes.dim + at.x] = float(x[size_t(at.y) * sizes.stride + at.x]) * scale[at.y];
-}
-
 // ---------------------------------------------------------------- write_kv
 inline void write_vector(const device T* from, device T* to, int n, uint lane) {
   for (int i = lane; i < n; i += LANES) to[i] = from[i];

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import by_head
-from kernels.store import KVStore, Plane
+from kernels.kv_formats import Plane, hadamard
+from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
 TILE = 128  # tokens
@@ -68,12 +69,13 @@ class TiledAttention:
         """Attend from q [B*n, Hq, D] by online softmax (Milakov & Gimelshein 2018) -> [B*n, Hq, Dv] float32."""
         B, n, H, Dv = group.rows, group.queries, spec.num_kv_heads, spec.v_head_dim
         G = spec.num_q_heads // H  # number of query heads that share a KV head
+        k_plane, v_plane = store.planes(layer)
         # q becomes [B*H, n*G, D]: the queries of a KV head are side by side, so that its keys are read once.
-        q = q.view(B, n, H, G, -1).transpose(1, 2).reshape(B * H, n * G, -1).float() * spec.scale
+        q = q.view(B, n, H, G, -1).transpose(1, 2).reshape(B * H, n * G, -1).float()
+        q = (hadamard(q) if k_plane.format.rotated else q) * spec.scale
         top = q.new_full((B * H, n * G, 1), -torch.inf)  # running maximum
         total = torch.zeros_like(top)
         acc = q.new_zeros((B * H, n * G, Dv))
-        k_plane, v_plane = store.planes(layer)
         for tile in group.tiles:
             k = self._load_tile("k", k_plane, tile, spec.head_dim)
             scores = torch.bmm(q, k.transpose(1, 2))  # [B*H, n*G, TILE]
@@ -92,19 +94,22 @@ class TiledAttention:
             top, rescale = _raise_maximum(top, sink)
             total.mul_(rescale).add_((sink - top).exp())
             acc.mul_(rescale)
-        return (acc / total).view(B, H, n, G, Dv).transpose(1, 2).reshape(B * n, H * G, Dv)
+        acc.div_(total)
+        out = hadamard(acc) if v_plane.format.rotated else acc
+        return out.view(B, H, n, G, Dv).transpose(1, 2).reshape(B * n, H * G, Dv)
 
     def _load_tile(self, name: str, plane: Plane, tile: _Tile, dim: int) -> Tensor:
-        """Return the keys or values of a tile as float32 [B*H, TILE, dim], in scratch memory."""
+        """Return what a tile's keys or values are worth, float32 [B*H, TILE, dim]; in scratch memory, as a rule."""
         numbers = plane.numbers
         heads = torch.arange(numbers.shape[1], device=numbers.device).view(1, -1, 1)  # split heads: 0 for all of them
+        where = tile.block, heads, tile.slot
+        if plane.format.is_quantized:
+            return plane.select(where).read().view(-1, TILE, dim)
         shape = (len(tile.block), max(numbers.shape[1], tile.block.shape[1]), TILE, dim)
         tile_numbers = self._get_scratch(name, shape, numbers.dtype, numbers.device)
-        torch.ops.aten.index.Tensor_out(numbers, [tile.block, heads, tile.slot], out=tile_numbers)
+        torch.ops.aten.index.Tensor_out(numbers, list(where), out=tile_numbers)
         if numbers.dtype is not torch.float32:
             tile_numbers = self._get_scratch(name, shape, torch.float32, numbers.device).copy_(tile_numbers)
-        if plane.scale is not None:
-            tile_numbers.mul_(plane.scale[tile.block, heads, tile.slot][..., None])
         return tile_numbers.view(-1, TILE, dim)
 
     def _get_scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -27,10 +27,11 @@ from kernels.arguments import (
     compute_indices,
 )
 from kernels.composite import CompositeOps
+from kernels.kv_formats import KVFormats, Plane
 from kernels.ops import PackedWeight, Weight
 from kernels.reference.attention import TiledAttention
 from kernels.reference.block_selection import select_blocks
-from kernels.store import KVStore, Plane
+from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 from kernels.weights.quantization import count_tile_rows
 from kernels.weights.stored import ConcatenatedWeight, QuantizedWeight, StoredWeight, dequantize_weight
@@ -38,7 +39,6 @@ from kernels.weights.stored import ConcatenatedWeight, QuantizedWeight, StoredWe
 # Maximum number of products that are summed at once: torch 2.13 gets longer sums wrong on M1 and M2 (pytorch#193487,
 # pytorch#195163).
 MAX_SUMMED = 32_766
-MIN_SCALE = 1e-30  # least divisor in quantizing, so that a vector of zeros is not divided by 0
 
 
 class ReferenceOps(CompositeOps):
@@ -57,7 +57,7 @@ class ReferenceOps(CompositeOps):
     def block_formats(self) -> Container[str]:
         return ()  # `linear` would dequantize them in each step
 
-    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, formats: KVFormats) -> None:
         pass  # plain torch compiles nothing
 
     def commit(self) -> None:
@@ -131,16 +131,6 @@ class ReferenceOps(CompositeOps):
         return sampling.sample(logits, params)
 
     # ---------------------------------------------------------------- KV memory
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        check_quantize(x)
-        wide = x.float()
-        scale = wide.abs().amax(-1) / 127
-        return (wide / scale.clamp_min(MIN_SCALE)[..., None]).round().to(torch.int8), scale
-
-    def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
-        check_dequantize(x, scale)
-        return x.float() * scale[..., None]
-
     def check_slots(self, store: KVStore, layer: int, at: Slots, num_tokens: int) -> None:
         self._forget(at)
         heads, _, _ = store.heads(layer)
@@ -165,11 +155,7 @@ class ReferenceOps(CompositeOps):
             self._writes[at] = _compute_write_index(at)
         tokens, block, slot = self._writes[at]
         for new, plane in zip((k, v), store.planes(layer), strict=True):
-            where = block, _list_heads(plane), slot
-            if plane.scale is None:
-                plane.numbers[where] = new[tokens].to(plane.numbers.dtype)
-            else:
-                plane.numbers[where], plane.scale[where] = self.quantize(new[tokens])
+            plane.write((block, _list_heads(plane), slot), plane.format.encode(new[tokens]))
 
     def attend(
         self,
@@ -190,13 +176,8 @@ class ReferenceOps(CompositeOps):
         self._addresses.check("gather", at, store)
         check_gather(store, layer, at, row, indices)
         block, slot = at.locate(by_head(at.table_row)[row], by_head(indices))  # [S, 1 or H]
-        k, v = (self._read_plane(plane, block, slot) for plane in store.planes(layer))
+        k, v = (plane.select((block, _list_heads(plane), slot)).decode() for plane in store.planes(layer))
         return k, v
-
-    def _read_plane(self, plane: Plane, block: Tensor, slot: Tensor) -> Tensor:
-        where = block, _list_heads(plane), slot
-        numbers = plane.numbers[where]
-        return numbers if plane.scale is None else self.dequantize(numbers, plane.scale[where])
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
         check_copy_blocks(store, src, dst)
@@ -211,9 +192,9 @@ class ReferenceOps(CompositeOps):
             read, written = (
                 (slots // store.block_size, heads, slots % store.block_size) for slots in (by_head(src), by_head(dst))
             )
-            copies += [(part, written, part[read]) for part in plane if part is not None]
-        for part, written, copied in copies:  # once all is read
-            part[written] = copied
+            copies.append((plane, written, plane.select(read)))
+        for plane, written, copied in copies:  # once all is read
+            plane.write(written, copied)
 
     def repeat_kv_heads(self, x: Tensor, groups: int) -> Tensor:
         check_repeat_kv_heads(x, groups)
@@ -332,19 +313,6 @@ def check_repeat_kv_heads_step(mirror: Tensor, x: Tensor, start: int) -> None:
 
 
 # -------------------------------------------------------------------- checks of arguments: KV memory
-def check_quantize(x: Tensor) -> None:
-    """Raise ValueError for a wrong argument of `Ops.quantize`."""
-    check(x.dim() > 0 and x.shape[-1] > 0, "quantize: x must be vectors, and is {}", x.shape)
-    check_tensor("quantize", "x", x, x.shape)
-
-
-def check_dequantize(x: Tensor, scale: Tensor) -> None:
-    """Raise ValueError for wrong arguments of `Ops.dequantize`."""
-    check(x.dim() > 0 and x.shape[-1] > 0, "dequantize: x must be vectors, and is {}", x.shape)
-    check_tensor("dequantize", "x", x, x.shape, (torch.int8,))
-    check_tensor("dequantize", "scale", scale, x.shape[:-1], device=x.device)
-
-
 def check_write_kv(store: KVStore, layer: int, k: Tensor, v: Tensor) -> None:
     """Raise ValueError for wrong arguments of `Ops.write_kv`, except its addresses, which `SlotsChecker` checks."""
     H, D, Dv = store.heads(layer)

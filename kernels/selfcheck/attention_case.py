@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import by_head
+from kernels.kv_formats import KVFormats
 from kernels.ops import AttentionSlice, KVLocation, Ops
 from kernels.store import KVStore, Pages, compute_block_bytes
 from kernels.types import LayerSpec, Slots
@@ -56,12 +57,14 @@ class AttentionCase:
         dtype: torch.dtype,
         device: torch.device = CPU,
         *,
-        kv_dtype: torch.dtype | None = None,
+        formats: KVFormats | torch.dtype | None = None,
         before: Sequence[LayerSpec] = (),
         unused_blocks: int = 3,
         memory: Callable[[int], Tensor] | None = None,
     ) -> None:
         """Write the earlier tokens of each row by `ops`; everything else in memory is NaN.
+
+        Keys and values are stored in `formats`, by default in `dtype`.
 
         `before`: layers that precede this one in each block. `unused_blocks`: blocks at the beginning of memory that no
         row uses. `memory`, if given, allocates the bytes, which are then not filled with NaN: for cases that are too
@@ -74,7 +77,7 @@ class AttentionCase:
         self.heads = spec.num_kv_heads if layout.split_heads else 1  # of a row, with addresses of their own
         width = -(-(layout.sinks + layout.ring or self.longest) // layout.block_size)
         stored = [each._replace(num_kv_heads=1) if layout.split_heads else each for each in (*before, spec)]
-        page = compute_block_bytes(stored, layout.block_size, kv_dtype or dtype)
+        page = compute_block_bytes(stored, layout.block_size, formats or dtype)
         pages = width * len(rows) * self.heads + unused_blocks
         if memory is None:
             self.pages = Pages(pages, page, device)
@@ -82,7 +85,7 @@ class AttentionCase:
         else:
             self.pages = Pages(pages, page, device, memory=memory(pages * page))
         self.store = KVStore(
-            self.pages, [*before, spec], layout.block_size, kv_dtype or dtype, split_heads=layout.split_heads
+            self.pages, [*before, spec], layout.block_size, formats or dtype, split_heads=layout.split_heads
         )
         order = torch.randperm(width * len(rows) * self.heads, generator=self.generator).int() + unused_blocks
         self.table = order.view(len(rows) * self.heads, width).to(device)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import by_head
+from kernels.kv_formats import UINT4, KVFormat, KVFormats
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
-from kernels.selfcheck.op_info import ATTENTION, EXACT, ROUNDING, OpInfo, Samples, random_tensors
-from kernels.store import KVStore, compute_vector_bytes
+from kernels.selfcheck.op_info import ATTENTION, EXACT, OpInfo, Samples, random_tensors
+from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
 CASES = (
@@ -23,6 +24,15 @@ CASES = (
     (LayerSpec(2, 14, 8, 24, scale=0.35), Layout(16, sinks=4, ring=61)),
     (LayerSpec(2, 2, 80, 80, scale=0.11, window=40, softcap=5.0, sink_logits=torch.tensor([0.0, 3.0])), Layout(16)),
     (LayerSpec(2, 6, 16, 16, scale=0.25, window=90), Layout(16, dropped=True, split_heads=True)),
+)
+INT8, INT4 = KVFormat(torch.int8), KVFormat(UINT4, rotated=True)
+# Cases in quantized formats (of keys, of values); None: as computed. Vectors have one group, two, and a short last one.
+QUANTIZED = (
+    (*CASES[0], INT8, INT8),
+    (CASES[2][0], Layout(16), INT4, INT4),
+    (LayerSpec(2, 6, 64, 96, scale=0.125), Layout(16, sinks=4, ring=61), INT8, INT4),
+    (LayerSpec(1, 2, 128, 64, scale=0.1), Layout(16, dropped=True, split_heads=True), INT4, None),
+    (LayerSpec(2, 2, 96, 128, scale=0.1), Layout(300), None, KVFormat(UINT4)),
 )
 ROWS = (CaseRow(0, 1), CaseRow(200, 1), CaseRow(-1, 1), CaseRow(0, 9), CaseRow(187, 6), CaseRow(-1, 4))
 # Rows of one token with so long a past that a backend may split their sequences.
@@ -32,37 +42,14 @@ LONG = (CaseRow(300, 1), CaseRow(-1, 1), CaseRow(256, 1), CaseRow(90, 1))
 def _cases(writer: Ops, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, AttentionCase]]:
     for spec, layout in CASES:
         yield layout.kind, AttentionCase(writer, layout, _to_device(device, spec), ROWS, dtype, device)
-    spec, layout = CASES[0]
-    yield "int8", AttentionCase(writer, layout, spec, ROWS, dtype, device, kv_dtype=torch.int8)
+    for spec, layout, k, v in QUANTIZED:
+        formats = KVFormats(k or KVFormat(dtype), v or KVFormat(dtype))
+        case = AttentionCase(writer, layout, _to_device(device, spec), ROWS, dtype, device, formats=formats)
+        yield f"{layout.kind}, {formats}", case
 
 
 def _to_device(device: torch.device, spec: LayerSpec) -> LayerSpec:
     return spec if spec.sink_logits is None else spec._replace(sink_logits=spec.sink_logits.to(device))
-
-
-def _quantize_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
-    x = random_tensors(device)(5, 3, 90).to(dtype)
-    x[2] = 0
-    x[0, 0, 23] = x[0, 0, 82] = 9  # the last number of each slice below is the largest of its vector
-    for what, each in (("narrow", x[..., :24].contiguous()), ("wide slice", x[..., 3:83])):
-        numbers, scale = ops.quantize(each)
-        yield f"{what}: numbers", numbers.float()
-        yield f"{what}: scale", scale
-
-
-def _quantize_bytes(x: Tensor) -> int:
-    return x.nbytes + x.shape[:-1].numel() * compute_vector_bytes(x.shape[-1], torch.int8)
-
-
-def _dequantize_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
-    draw = random_tensors(device)
-    numbers, scale = (100 * draw(5, 24)).clamp(-127, 127).to(torch.int8), draw(5).abs()
-    yield "5 heads", ops.dequantize(numbers, scale)
-    yield "of a slice", ops.dequantize(numbers[:, 2:20], scale)
-
-
-def _dequantize_bytes(x: Tensor, scale: Tensor) -> int:
-    return x.nbytes + scale.nbytes + x.numel() * torch.float32.itemsize
 
 
 def _write_kv_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
@@ -72,13 +59,14 @@ def _write_kv_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sam
 
 
 def _write_kv_bytes(store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> int:
-    return k.nbytes + v.nbytes + len(k) * _token_bytes(store, layer, store.k_dtype)
+    return k.nbytes + v.nbytes + len(k) * _token_bytes(store, layer)
 
 
-def _token_bytes(store: KVStore, layer: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values in one layer, if both are stored in `dtype`."""
+def _token_bytes(store: KVStore, layer: int, formats: KVFormats | None = None) -> int:
+    """Return the bytes of one token's keys and values in one layer, in the store's formats or others."""
     heads, *dims = store.heads(layer)
-    return sum(heads * compute_vector_bytes(dim, dtype) for dim in dims)
+    each = zip(formats or store.formats, dims, strict=True)
+    return sum(heads * format.compute_vector_bytes(dim) for format, dim in each)
 
 
 def _attend_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
@@ -122,7 +110,7 @@ def _attend_bytes(
     oldest = model_oldest if window is None else model_oldest.maximum(starts + 1 - window)
     keys = starts + lengths - oldest + (oldest.clamp_max(at.sinks) - model_oldest).clamp_min(0)
     seen = keys.where(starts >= 0, 0).float().mean(1).sum()  # heads may keep different numbers
-    return int(seen * _token_bytes(store, layer, store.k_dtype))
+    return int(seen * _token_bytes(store, layer))
 
 
 def _gather_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
@@ -136,8 +124,8 @@ def _gather_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sampl
 
 
 def _gather_bytes(store: KVStore, layer: int, at: Slots, row: int, indices: Tensor) -> int:
-    out = torch.float32 if store.k_dtype is torch.int8 else store.k_dtype
-    return len(indices) * (_token_bytes(store, layer, store.k_dtype) + _token_bytes(store, layer, out))
+    read = KVFormats(*(KVFormat(torch.float32) if each.is_quantized else each for each in store.formats))
+    return len(indices) * (_token_bytes(store, layer) + _token_bytes(store, layer, read))
 
 
 def _copy_blocks_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
@@ -165,9 +153,8 @@ def _copy_tokens_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _copy_tokens_bytes(store: KVStore, layer: int, src: Tensor, dst: Tensor) -> int:
-    planes = (plane.numbers for plane in store.planes(layer))
-    sizes = (plane.shape[1] * compute_vector_bytes(plane.shape[3], store.k_dtype) for plane in planes)
-    return 2 * len(src) * sum(sizes)
+    heads = store.k(layer).shape[1]  # of a block
+    return 2 * len(src) * _token_bytes(store, layer) * heads // store.heads(layer)[0]
 
 
 def _repeat_kv_heads_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
@@ -211,13 +198,10 @@ def _select_blocks_bytes(out: Tensor, q: Tensor, summaries: Tensor, candidates: 
     return q.nbytes + num_read * (summaries[:1].nbytes + candidates.itemsize) + out.nbytes
 
 
-VECTORS = "the vectors, in and out"
 WHOLE_TEXT = "the whole text, read once and written `groups` times"
 NEW_COLUMNS = "the new columns alone, read once and written `groups` times"
 
 CACHE_OPS = (
-    OpInfo("quantize", EXACT, _quantize_samples, VECTORS, _quantize_bytes, ("x",)),
-    OpInfo("dequantize", ROUNDING, _dequantize_samples, VECTORS, _dequantize_bytes, ("scale",)),
     OpInfo("write_kv", EXACT, _write_kv_samples, "the new keys and values, in and out", _write_kv_bytes, ("k", "v")),
     OpInfo("attend", ATTENTION, _attend_samples, "all keys and values that a row sees, once", _attend_bytes, ("q",)),
     OpInfo("gather", EXACT, _gather_samples, "the keys and values read, in and out", _gather_bytes, ()),

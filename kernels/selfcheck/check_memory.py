@@ -57,7 +57,8 @@ def _iter_faults(
         heads = _count_tables(store, layer)
         where = indices[:, None].repeat(1, heads) if store.split_heads else indices
         gathered = ops.gather(store, layer, read_at(heads), 0, where)
-        pairs = [(ours.to(dtype), theirs) for ours, theirs in zip(gathered, kv, strict=True)]
+        kept = (format.encode(each).decode() for format, each in zip(store.formats, kv, strict=True))
+        pairs = [(ours.to(dtype), theirs.to(dtype)) for ours, theirs in zip(gathered, kept, strict=True)]
         if not all(torch.equal(*pair) for pair in pairs):
             differs = torch.stack([(ours != theirs).flatten(1).any(1) for ours, theirs in pairs]).any(0)
             start = starts[int(differs.nonzero()[0]) // n]
@@ -77,8 +78,7 @@ def _compute_attention_error(
     The last token is a decode row, and all tokens are a chunk: most backends have a kernel for each.
     """
     n, device = len(kv[0]), store.device
-    formats = store.k_dtype, store.v_dtype
-    near = KVStore(Pages(1, compute_block_bytes([spec], n, *formats), device), [spec], n, *formats)
+    near = KVStore(Pages(1, compute_block_bytes([spec], n, store.formats), device), [spec], n, store.formats)
     ops.write_kv(near, 0, *kv, _make_slots(near, 1, [0], [(0, n)]))
     q = torch.randn(n, spec.num_q_heads, spec.head_dim, generator=torch.Generator().manual_seed(1)) / MAX_NUMBER
     q = torch.cat((q[-1:], q)).to(device, kv[0].dtype)

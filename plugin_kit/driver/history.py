@@ -31,7 +31,15 @@ from plugin_kit.driver.features import EVERY_NODE, check_drop, check_evict, chec
 from plugin_kit.driver.reference import attention
 from plugin_kit.driver.steps import Keys, count_until_stop, find_instance, gather, iter_rows, turn
 from plugin_kit.driver.texts import rotate
-from plugin_kit.driver.visible import ROUNDING, Definition, check_keys, list_seen, place_keys, replace_kept
+from plugin_kit.driver.visible import (
+    ROUNDING,
+    Definition,
+    check_keys,
+    list_seen,
+    place_keys,
+    replace_kept,
+    rounds_keys,
+)
 from plugin_kit.driver.world import World
 from server.engine.batch import Batch, RowInput
 from server.engine.instance_reports import read_usage
@@ -60,15 +68,15 @@ def expect_any_length(cache: KVCache, ids: Sequence[int], salt: Salt, max_cached
 # ---------------------------------------------------------------- tokens
 @cache
 def computed(tokens: tuple[Token, ...], salt: Salt, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [T,Hq,4], k [T,H,4], v [T,H,4] of a text; all are multiples of 1/128, which are exact in float32."""
+    """Return q [T,Hq,D], k [T,H,D], v [T,H,Dv] of a text; all are multiples of 1/128, which are exact in float32."""
     numbers, so_far = [], "/".join(map(str, salt))
+    query, kv, dim, v_dim = spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
     for token in tokens:
         so_far += f" {token}"
-        digest = hashlib.blake2b(f"{layer} {so_far}".encode(), digest_size=32).digest()
+        digest = hashlib.shake_128(f"{layer} {so_far}".encode()).digest((query + kv) * dim + kv * v_dim)
         numbers.append([byte / 128 - 1 for byte in digest])
-    table = torch.tensor(numbers).view(len(tokens), 8, 4)
-    query, kv = spec.num_q_heads, spec.num_kv_heads
-    return table[:, :query], table[:, query : query + kv], table[:, query + kv : query + 2 * kv]
+    q, k, v = torch.tensor(numbers).split([query * dim, kv * dim, kv * v_dim], 1)
+    return q.unflatten(1, (query, dim)), k.unflatten(1, (kv, dim)), v.unflatten(1, (kv, v_dim))
 
 
 @dataclass(eq=False)
@@ -337,16 +345,18 @@ class History:
         start, end, spec = row.start, row.start + row.num_tokens, row.text.layers[layer]
         q, k, v = (x[:end] for x in row.text.computed(layer))
         mask = self._definition(row.text.cache, row.text.ids(0, end), layer, start, end - start)
-        rounding, shift = 0.0 if mask is not None else ROUNDING, -row.text.sequence.shift
+        is_rounded = mask is None or rounds_keys(row.text.cache)
+        rounding, shift = ROUNDING if is_rounded else 0.0, -row.text.sequence.shift
         if row.text.cache.contract.unbounded:
             rounding = max(rounding, REPEATED)
             seen = list_seen(keys, k.shape[1], end) if mask is None else mask.any(1)
             k, q = place_keys(spec, k, seen, shift), turn(spec, q.double(), torch.full((end,), shift))
         last = check_keys(k, v, keys, rounding=rounding)
-        if mask is None:
+        is_right = mask is None or torch.equal(last, mask[:, -1])
+        assert is_right, f"the token at position {end - 1} sees other positions than it should"
+        if mask is None or is_rounded:
             mask, start = last[:, None], end - 1
             k, v = replace_kept(k, v, keys)
-        assert torch.equal(last, mask[:, -1]), f"the token at position {end - 1} sees other positions than it should"
         error = float((out[start - end :].double() - attention(q[start:end], k, v, spec, mask)).abs().max())
         most = 10 * REPEATED if row.text.cache.contract.unbounded else 1e-5
         assert error < most, f"attention differs by {error:.2g} from the reference (layer {layer}, position {end - 1})"

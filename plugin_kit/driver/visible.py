@@ -69,6 +69,11 @@ def check_keys(k: Tensor, v: Tensor, keys: Keys, *, rounding: float = 0.0, is_mo
     return listed
 
 
+def rounds_keys(cache: KVCache) -> bool:
+    """Return whether an instance stores keys or values in a quantized format."""
+    return any(format.is_quantized for store in cache.stores for format in store.formats)
+
+
 def list_seen(keys: Keys, heads: int, end: int) -> Tensor:
     """Return the mask [H, T] of the tokens that gather() lists for the last of `end` tokens. Checks that it may."""
     positions = keys[2]

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from config.presets import PRESETS
 from kernels.backends import Backend, list_backends
 from kernels.cpu.instruction_sets import usable_instruction_sets
 from kernels.ops import DTYPES
@@ -78,6 +79,7 @@ def make_report() -> dict[str, dict[str, str]]:
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
         "devices": dict(_describe_devices()),
         "kernels": dict(_check_kernels()),
+        "presets": dict(_describe_presets()),
     }
 
 
@@ -149,6 +151,12 @@ def _format_verdict(dtype: torch.dtype, verdict: Verdict, seconds: float | None)
     found = f"off by {verdict.error:.0e}" if verdict.fault is None else f"{FAULT} {verdict.fault}"
     took = "" if seconds is None else f" in {1e3 * seconds:.1f} ms"
     return f"{str(dtype).removeprefix('torch.')} {found}{took}"
+
+
+def _describe_presets() -> Iterator[tuple[str, str]]:
+    for name, preset in PRESETS.items():
+        settings = ", ".join(f"{option} = {value}" for option, value in preset.settings.items())
+        yield name, f"{settings}: {preset.description}"
 
 
 def _make_table(title: str, facts: dict[str, Any]) -> Table:

@@ -345,5 +345,5 @@ def test_books_that_do_not_add_up_are_noticed() -> None:
 
 
 def test_it_keeps_floats_only() -> None:
-    with pytest.raises(SettingsError, match=r"strategies\.it\.kv_dtype is not an option of this kind"):
-        registry.resolve_instances({"it": StrategySettings(kind="mirrored", kv_dtype="int8")})
+    with pytest.raises(SettingsError, match=r"strategies\.it\.k_dtype is not an option of this kind"):
+        registry.resolve_instances({"it": StrategySettings(kind="mirrored", k_dtype="int8", v_dtype="int8")})

@@ -119,14 +119,14 @@ def test_a_plug_in_that_cannot_be_used_is_named(where: str, message: str, monkey
         (
             "paged",
             {"block_sise": 8},
-            r"strategies\.it\.block_sise is not an option.*are: block_size, eviction, kv_dtype, prefix_cache, ttl",
+            r"strategies\.it\.block_sise is not an option.*are: block_size, eviction, hadamard, k_dtype, prefix_cache",
         ),
         ("paged", {"block_size": 0}, r"strategies\.it\.block_size: should be 1 or more"),
         ("paged", {"block_size": 5000}, r"strategies\.it\.block_size: should be 1,024 or less"),
         ("paged", {"block_size": "many"}, r"strategies\.it\.block_size: should be a whole number"),
         ("sliding_window", {"window": 0}, r"strategies\.it\.window: "),
         ("sliding_window", {"sinks": -1}, r"strategies\.it\.sinks: should be 0 or more"),
-        ("contiguous", {"window": 4}, r"strategies\.it\.window is not an option.*its options are: kv_dtype"),
+        ("contiguous", {"window": 4}, r"strategies\.it\.window is not an option.*its options are: hadamard, k_dtype"),
     ],
 )
 def test_a_bad_option_is_named(kind: str, options: Mapping[str, object], message: str) -> None:
@@ -147,7 +147,7 @@ def test_blocks_of_any_sizes_take_their_own_bytes_and_little_more() -> None:
     sizes = Geometry(layers, torch.bfloat16, 4, 1600, 512)
     declared = {
         "paged": StrategySettings(kind="paged"),
-        "int8": StrategySettings(kind="paged", kv_dtype="int8"),
+        "int8": StrategySettings(kind="paged", k_dtype="int8", v_dtype="int8"),
         "quest": StrategySettings(kind="quest"),
     }
     memory = make_memory(1 << 24)

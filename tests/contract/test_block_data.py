@@ -20,9 +20,9 @@ from tests.contract.harness import World, every_instance
 NAME = "checked"
 WINDOWED = [spec._replace(window=10) for spec in MODEL]
 LENGTH = 130
-INT8 = StrategySettings(kind="paged", block_size=16, kv_dtype="int8")
-KEYS_OF_INT8 = StrategySettings(kind="tests.contract.kinds.mixed_formats:MixedFormatsCache", block_size=16)
-INSTANCES = every_instance() | {"int8": INT8, "int8-keys": KEYS_OF_INT8}
+INT8 = StrategySettings(kind="paged", block_size=16, k_dtype="int8", v_dtype="int8")
+MIXED = StrategySettings(kind="paged", block_size=16, k_dtype="int8", v_dtype="int4")
+INSTANCES = every_instance() | {"int8": INT8, "int8-int4": MIXED}
 
 
 def make(name: str, layers: list[LayerSpec]) -> tuple[World, KVCache]:
@@ -96,7 +96,7 @@ def test_data_that_does_not_fit_changes_nothing(name: str) -> None:
 
 def test_which_kinds_can_be_read() -> None:
     found = {settings.kind for name, settings in INSTANCES.items() if isinstance(make(name, list(MODEL))[1], BlockData)}
-    assert found == {"paged", "quest", KEYS_OF_INT8.kind}
+    assert found == {"paged", "quest"}
 
 
 def test_a_block_that_is_being_computed_cannot_be_read() -> None:

@@ -21,7 +21,7 @@ from plugin_kit.driver.visible import check_keys
 from server.engine.batch import Batch
 from tests.contract.harness import World
 from tests.contract.kinds.random_drop import RandomDropCache, list_kept
-from tests.contract.test_int8 import what_is_left
+from tests.contract.test_kv_formats import what_is_left
 from tests.contract.visible_tokens import visible_in_row
 
 DROPPING = ("random_drop", "random_drop_by_head")
@@ -36,7 +36,7 @@ def check_rows(rows: list[tuple[Reading, int]], result: StepOutputs) -> None:
             mask = visible_in_row(reading.cache, reading.cache.name, text.ids, layer, start, n)
             assert mask is not None
             q, k, v = text.q[layer][start:end], text.k[layer][:end], text.v[layer][:end]
-            if getattr(reading.cache.options, "kv_dtype", "model") == "int8":
+            if getattr(reading.cache.options, "k_dtype", "model") == "int8":
                 k, v = what_is_left(k), what_is_left(v)
             assert torch.equal(check_keys(k, v, result.keys[i][layer]), mask[:, -1])
             out = result.outs[i][layer]
@@ -49,8 +49,8 @@ def draw_world(rng: random.Random, kind: str, **sizes: Any) -> tuple[World, torc
     options: dict[str, Any] = {
         "every": rng.choice([1, 2, 5, 16, 40, 130]),
         "block_size": rng.choice([1, 3, 8, 32, 150]),
-        "kv_dtype": rng.choice(["model", "model", "int8"]),
     }
+    options["k_dtype"] = options["v_dtype"] = rng.choice(["model", "model", "int8"])
     print(kind, options, dtype)
     return World({kind: StrategySettings(kind=kind, **options)}, dtype=dtype, **sizes), dtype
 

@@ -8,11 +8,13 @@ time; the seed is printed.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.kv_formats import UINT4, KVFormat, KVFormats
 from kernels.ops import DTYPES, Ops
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
@@ -27,6 +29,14 @@ pytestmark = pytest.mark.every_backend
 
 POISONS = (torch.nan, torch.inf, -torch.inf)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+INT8, INT4 = KVFormat(torch.int8), KVFormat(UINT4, rotated=True)
+FORMATS: Mapping[str, Sequence[KVFormat]] = {
+    "same": (),
+    "int8": (INT8, INT8),
+    "int4": (INT4, INT4),
+    "int8, int4": (INT8, INT4),
+}
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
@@ -93,14 +103,14 @@ def check_rows(ops: Ops, call: Call, row: int, name: str, x: Tensor) -> None:
 
 # ---------------------------------------------------------------- keys and values that a query may not see
 @dtypes
-@pytest.mark.parametrize("kv", ["same", "int8"])
+@pytest.mark.parametrize("kv", FORMATS)
 @pytest.mark.parametrize("spec", ["groups of 7", "all at once", "the model's window"])
 def test_a_query_knows_nothing_of_keys_that_it_may_not_see(
     backend: str, spec: str, kv: str, dtype: torch.dtype, rng: random.Random
 ) -> None:
     """A decode row and chunks, in every memory layout, with any of keys, values and queries replaced."""
     for layout in LAYOUTS if spec == "all at once" else LAYOUTS[1::3]:
-        if kv == "int8" and any(dim % 4 for dim in SPECS[spec][2:4]):
+        if any(dim % format.divisor for format in FORMATS[kv] for dim in SPECS[spec][2:4]):
             continue
         window = rng.choice([3, 40]) if layout.ring else rng.choice([None, 20])
         check_scene(BACKENDS[backend](), layout, spec, kv, dtype, window, rng.choice(POISONS), rng)
@@ -125,8 +135,7 @@ def check_scene(
     rows = rows[:3] if layout.ring else rows
     bad = [[j for j in range(row.past + row.tokens) if rng.random() < 0.04] for row in rows]
     bad[rng.choice([0, 2])] = []
-    kv_dtype = torch.int8 if kv == "int8" else None
-    scenes = [Poisoned(ops, layout, SPECS[spec], rows, dtype, bad, each, kv_dtype) for each in (None, poison)]
+    scenes = [Poisoned(ops, layout, SPECS[spec], rows, dtype, bad, each, FORMATS[kv]) for each in (None, poison)]
     for scene in scenes:
         scene.write()
     clean, found = (scene.attend(window=window) for scene in scenes)
@@ -152,10 +161,10 @@ class Poisoned(AttentionCase):
         dtype: torch.dtype,
         bad: list[list[int]],
         poison: float | None,
-        kv_dtype: torch.dtype | None,
+        formats: Sequence[KVFormat],
     ) -> None:
         self._bad, self._poison = bad, poison
-        super().__init__(ops, layout, spec, rows, dtype, kv_dtype=kv_dtype)
+        super().__init__(ops, layout, spec, rows, dtype, formats=KVFormats(*formats) if formats else None)
 
     def write_past(self, row: int, past: int) -> None:
         if self._poison is not None:

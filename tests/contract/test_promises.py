@@ -29,9 +29,11 @@ NOT_REPLAYABLE: Mapping[str, Mapping[str, object]] = {  # kinds, with options: w
     "random_drop_by_head": {},
 }
 ROUNDED = {
-    "int8": StrategySettings(kind="paged", kv_dtype="int8", block_size=16),
-    "ring-int8": StrategySettings(kind="sliding_window", kv_dtype="int8", window=12, max_row=9),
-    "int8-keys": StrategySettings(kind="tests.contract.kinds.mixed_formats:MixedFormatsCache", block_size=16),
+    "int8": StrategySettings(kind="paged", k_dtype="int8", v_dtype="int8", block_size=16),
+    "ring-int8": StrategySettings(kind="sliding_window", k_dtype="int8", v_dtype="int8", window=12, max_row=9),
+    "int8-keys": StrategySettings(kind="paged", k_dtype="int8", block_size=16),
+    "int4": StrategySettings(kind="paged", k_dtype="int4", v_dtype="int4", block_size=16),
+    "ring-int4": StrategySettings(kind="sliding_window", k_dtype="int8", v_dtype="int4", window=12, max_row=9),
 }
 ELSEWHERE = ("exact", "any order of calls")  # test_attention, test_random_histories
 

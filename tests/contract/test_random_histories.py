@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from cache_strategies import registry
 from cache_strategies.address_ranges import AddressRanges
+from cache_strategies.block_table import TableOptions
 from cache_strategies.eviction import list_policies
 from cache_strategies.one_tensor import OneTensor
 from cache_strategies.spaces import find_space
@@ -18,6 +20,7 @@ from kernels.backends import REFERENCE
 from kernels.types import LayerSpec
 from plugin_kit.driver.history import LAYERS, geometry_of
 from plugin_kit.strategies.histories import HYBRID
+from tests.contract import kinds
 from tests.contract.harness import list_kinds
 from tests.contract.random_histories import WINDOWS, Histories
 
@@ -71,6 +74,15 @@ HYBRIDS = {  # models in which paged keeps windows of some layers, and several w
 }
 
 
+WIDE = [spec._replace(head_dim=8, v_head_dim=8) for spec in LAYERS]  # wide enough for int4
+
+
+def stores_by_token(kind: str) -> bool:
+    """Return whether a kind has the options of those that keep keys and values by token."""
+    with kinds.installed():
+        return issubclass(registry.load_kind(kind).options_type, TableOptions)
+
+
 Space = type[AddressRanges] | type[OneTensor]
 
 
@@ -103,6 +115,14 @@ def share(backend: str, examples: int) -> int:
 @pytest.mark.parametrize("name", ALONE)
 def test_any_history_of_one_strategy(backend: str, name: str) -> None:
     play({"it": ALONE[name]}, examples=share(backend, 8))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("kind", [kind for kind in list_kinds() if stores_by_token(kind)])
+def test_any_history_in_other_formats(backend: str, kind: str, rng: random.Random) -> None:
+    k, v = rng.choice([("int8", "int8"), ("int4", "int4"), ("int8", "int4")])
+    print(f"keys in {k}, values in {v}")
+    play({"it": instance(kind, k_dtype=k, v_dtype=v)}, examples=share(backend, 8), layers=WIDE)
 
 
 @pytest.mark.fuzz

@@ -27,7 +27,7 @@ STRATEGIES = {
     "paged": {"kind": "paged", "block_size": 8},
     "contiguous": {"kind": "contiguous"},
     "window": {"kind": "sliding_window", "window": 24, "sinks": 2},
-    "int8": {"kind": "paged", "kv_dtype": "int8"},
+    "int8": {"kind": "paged", "k_dtype": "int8", "v_dtype": "int8"},
 }
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

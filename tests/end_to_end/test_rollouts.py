@@ -31,7 +31,8 @@ admin_token = "{TOKEN}"
 kv_memory = "128MiB"
 [strategies.int8]
 kind = "paged"
-kv_dtype = "int8"
+k_dtype = "int8"
+v_dtype = "int8"
 [strategies.broken]
 kind = "sliding_window"
 window = 64

@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
     "strategies": strategies(
         odd_blocks={"kind": "paged", "block_size": 7},
         window={"kind": "sliding_window", "window": 40, "sinks": 3},
-        int8={"kind": "paged", "kv_dtype": "int8"},
+        int8={"kind": "paged", "k_dtype": "int8", "v_dtype": "int8"},
         compressed={"kind": "compressed", "budget": 40, "every": 16, "recent": 4, "scorer": "tova"},
         streaming={"kind": "streaming", "window": 40, "every": 16},
     ),

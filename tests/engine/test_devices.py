@@ -59,7 +59,8 @@ def test_strategies_that_drop_keys_generate_the_tokens_of_the_reference_on_the_c
 @pytest.mark.parametrize("device", DEVICES)
 def test_int8_keys_and_values_give_the_tokens_of_the_reference_on_the_cpu(device: str, tiny: Path) -> None:
     int8 = strategies(
-        paged={"kind": "paged", "kv_dtype": "int8"}, ring={"kind": "sliding_window", "window": 20, "kv_dtype": "int8"}
+        paged={"kind": "paged", "k_dtype": "int8", "v_dtype": "int8"},
+        ring={"kind": "sliding_window", "window": 20, "k_dtype": "int8", "v_dtype": "int8"},
     )
     expected = generate(tiny, list(int8), device="cpu", kernels="reference", strategies=int8)
     assert generate(tiny, list(int8), device=device, strategies=int8) == expected

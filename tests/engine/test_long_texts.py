@@ -21,7 +21,7 @@ SIZES = {"sinks": 4, "window": 50, "every": 20}
 SETTINGS: dict[str, Any] = {
     "strategies": strategies(
         streaming={"kind": "streaming", **SIZES},
-        int8={"kind": "streaming", "kv_dtype": "int8", "block_size": 8, **SIZES},
+        int8={"kind": "streaming", "k_dtype": "int8", "v_dtype": "int8", "block_size": 8, **SIZES},
     ),
     "max_seq_len": CONTEXT,
     "max_num_batched_tokens": 32,

@@ -16,6 +16,7 @@ from server.models.files.directory import locate
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
+INT8 = {"k_dtype": "int8", "v_dtype": "int8"}
 STRATEGIES = strategies(
     blocks_of_7={"kind": "paged", "block_size": 7},
     ring={"kind": "sliding_window", "window": 300, "sinks": 4},
@@ -63,7 +64,7 @@ def test_every_strategy_alone_writes_what_is_right(tiny: Path, reference: Refere
     "settings",
     [
         {"weights": "int4"},
-        {"strategies": {name: {"kv_dtype": "int8"} | options for name, options in STRATEGIES.items()}},
+        {"strategies": {name: INT8 | options for name, options in STRATEGIES.items()}},
     ],
     ids=["weights", "keys and values"],
 )

@@ -30,7 +30,7 @@ from tests.models.random_models import CONFIGS, save_random_model
 STRATEGIES = ("contiguous", "paged", "sliding_window")
 # Instances that keep or read fewer bytes of a text, with options that make a difference after PROMPT tokens
 READ_LESS: Mapping[str, Mapping[str, Any]] = {
-    "int8": {"kind": "paged", "kv_dtype": "int8"},
+    "int8": {"kind": "paged", "k_dtype": "int8", "v_dtype": "int8"},
     "compressed": {"kind": "compressed", "budget": 24, "every": 32, "recent": 4, "sinks": 2},
     "by_head": {"kind": "compressed", "budget": 24, "every": 32, "recent": 4, "sinks": 2, "by_head": True},
     "streaming": {"kind": "streaming", "window": 16, "every": 32, "sinks": 2},

@@ -263,23 +263,6 @@ def _drawn(logits: Tensor, params: Sequence[float]) -> int:
     return int(kept[(stretches <= noise * stretches[-1]).sum()])
 
 
-# -------------------------------------------------------------------- int8
-def quantize(ops: Ops, shape: Shape) -> Pairs:
-    """Exact, as a quotient in float64 rounded to float32 equals the quotient in float32."""
-    x = Draw(shape)(shape.length, shape.group, shape.head_dim)
-    numbers, scale = ops.quantize(x)
-    largest = (x.double().abs().amax(-1) / 127).float()
-    yield scale, largest
-    yield numbers, (x.double() / largest.double()[..., None]).float().round()
-
-
-def dequantize(ops: Ops, shape: Shape) -> Pairs:
-    draw = Draw(shape)
-    x = draw.dense(shape.length, shape.group, shape.head_dim, times=50).clamp(-127, 127).to(torch.int8)
-    x, scale = laid(x, shape.lies), draw.dense(shape.length, shape.group).float().abs()
-    yield ops.dequantize(x, scale), x.double() * scale.double()[..., None]
-
-
 # -------------------------------------------------------------------- stored keys and values
 def _spec(shape: Shape) -> LayerSpec:
     dim = shape.head_dim
@@ -429,7 +412,7 @@ FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
     each.__name__.replace("linear_", "linear."): each
     for each in (
         *(forward_layers, linear, linear_quantized, linear_blocks, qkv_proj_rope, o_proj_add_norm, mlp),
-        *(rms_norm, add_rms_norm, rope, silu_mul, sample, quantize, dequantize),
+        *(rms_norm, add_rms_norm, rope, silu_mul, sample),
         *(write_kv, attend, gather, copy_blocks, copy_tokens, repeat_kv_heads, repeat_kv_heads_step),
         select_blocks,
     )

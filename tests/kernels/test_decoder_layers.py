@@ -103,7 +103,7 @@ def after(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the output of a step, without padding, and the KV memory."""
     torch.manual_seed(1)
-    scenes = [AttentionCase(ops, each, SPECS[1], ROWS, dtype, before=SPECS[:1], kv_dtype=kv_dtype) for each in LAYOUTS]
+    scenes = [AttentionCase(ops, each, SPECS[1], ROWS, dtype, before=SPECS[:1], formats=kv_dtype) for each in LAYOUTS]
     x = torch.empty(0)
     for rows in ([(row, 0, 40) for row in range(len(ROWS))], STEPS[step]):
         n = sum(tokens for _, _, tokens in rows)

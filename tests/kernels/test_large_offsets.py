@@ -34,7 +34,7 @@ def _make_case(backend: str, layout: Layout, kept: torch.dtype) -> AttentionCase
     dtype = torch.float32 if kept is torch.int8 else kept
     before = [LLAMA] * (LAYERS - 1)
     case = AttentionCase(
-        BACKENDS[backend](), layout, LLAMA, ROWS, dtype, kv_dtype=kept, before=before, memory=sparse_memory
+        BACKENDS[backend](), layout, LLAMA, ROWS, dtype, formats=kept, before=before, memory=sparse_memory
     )
     assert case.store.k_offset(case.layer) // kept.itemsize > FAR
     assert case.store.k(0).stride(0) > FAR, "and so do blocks"
@@ -57,7 +57,7 @@ def test_layers_of_a_long_block_attend_as_the_definition_says(backend: str, kept
 @backends
 def test_so_do_those_in_int8(backend: str) -> None:
     far = _make_case(backend, CONTIGUOUS, torch.int8)
-    near = AttentionCase(ReferenceOps(), Layout(16), LLAMA, ROWS, torch.float32, kv_dtype=torch.int8)
+    near = AttentionCase(ReferenceOps(), Layout(16), LLAMA, ROWS, torch.float32, formats=torch.int8)
     near.write()
     for ours, theirs in zip(far.attend(), near.attend(), strict=True):
         assert compute_error(ours, theirs) < 1e-5

@@ -20,7 +20,7 @@ FILLER = (
 SENTENCES = 171  # of about 13 tokens each
 TOKENS = 2_250
 INSTANCES = {
-    "int8": {"kind": "paged", "kv_dtype": "int8"},
+    "int8": {"kind": "paged", "k_dtype": "int8", "v_dtype": "int8"},
     "keydiff-25": {"kind": "compressed", "scorer": "keydiff", "budget": 0.25},
     "random-25": {"kind": "compressed", "scorer": "random", "budget": 0.25},
     "window-512": {"kind": "sliding_window", "window": 512},

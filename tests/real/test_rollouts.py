@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 TOKEN = "an-operators-secret-token"
 CLIENTS = 3
 INSTANCES = {
-    "int8": {"kind": "paged", "kv_dtype": "int8"},
+    "int8": {"kind": "paged", "k_dtype": "int8", "v_dtype": "int8"},
     "window-128": {"kind": "sliding_window", "window": 128},
 }
 # Wider than in docs/operations/rollouts.md, as few tokens are compared; times of few requests say nothing.

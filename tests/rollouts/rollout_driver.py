@@ -16,7 +16,10 @@ from server.records import Outcome, RequestFidelity, RequestRecord
 from server.rollouts.rollouts import Rollouts
 from server.rollouts.store import RolloutStore
 
-INSTANCES = {"small": {"kind": "paged", "kv_dtype": "int8"}, "window": {"kind": "sliding_window", "window": 64}}
+INSTANCES = {
+    "small": {"kind": "paged", "k_dtype": "int8", "v_dtype": "int8"},
+    "window": {"kind": "sliding_window", "window": 64},
+}
 GOOD_KL, BAD_KL = 0.001, 0.8  # nats, in the mean
 
 

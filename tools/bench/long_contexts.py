@@ -32,7 +32,7 @@ def compute_read_bytes(strategy: str, shape: ModelShape, context: float) -> floa
     """Return the bytes of keys and values that a decode step reads for a stream of `context` tokens (a mean)."""
     options = get_options(strategy)
     per_token = shape.kv_bytes_per_token
-    if options.get("kv_dtype") == "int8":
+    if options.get("k_dtype") == "int8":
         per_token = shape.layers * 2 * shape.kv_heads * (shape.head_dim + SCALE_BYTES)
     return min(context, count_read_tokens(options, context)) * float(per_token)
 

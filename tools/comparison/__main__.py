@@ -49,12 +49,13 @@ results.json into the folder --out, also when it is interrupted."""
 EPILOG = """\
 examples:
   make compare
-  make compare ARGS="--model ~/models/llama --strategies paged paged:kv_dtype=int8 compressed:budget=0.25"
+  make compare ARGS="--model ~/models/llama --strategies paged paged:k_dtype=int8,v_dtype=int8 compressed:budget=0.25"
   make compare ARGS="--config kvmux.toml --prompt-tokens 4096 --batch 1 8 32 --kv-memory 4GiB"
 """
 
 REPORT, RESULTS = "report.html", "results.json"
-MORE_STRATEGIES = ("paged:kv_dtype=int8", "compressed:budget=0.25")  # beside every kind with its default options
+# Beside every kind with its default options
+MORE_STRATEGIES = ("paged:k_dtype=int8,v_dtype=int8", "compressed:budget=0.25")
 SERVER_FLAGS = ("model", "dtype", "device", "threads", "weights", "kv_memory")  # settings that are flags here, too
 USER_ERROR, INTERRUPTED = 2, 130  # exit statuses
 USER_ERRORS = (SettingsError, RunError, ServerError, ListingError, PromQLError, httpx.HTTPError, OSError)

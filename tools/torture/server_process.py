@@ -61,7 +61,8 @@ max_row = 16
 
 [strategies.int8]
 kind = "paged"
-kv_dtype = "int8"
+k_dtype = "int8"
+v_dtype = "int8"
 """
 
 

@@ -20,7 +20,7 @@ TIMEOUT = 600.0  # seconds of a request
 
 # Options with which a strategy drops or rounds something within a window of the text; the name is the instance's.
 INSTANCES: Mapping[str, Mapping[str, Any]] = {
-    "paged_int8": {"kind": "paged", "kv_dtype": "int8"},
+    "paged_int8": {"kind": "paged", "k_dtype": "int8", "v_dtype": "int8"},
     "sliding_window_quarter": {"kind": "sliding_window", "window": 0.25},
     "compressed_half": {"kind": "compressed", "budget": 0.5, "every": 64},
     "streaming_quarter": {"kind": "streaming", "window": 0.25, "every": 64},

@@ -97,7 +97,8 @@ def test_what_stays_does_not_depend_on_how_a_text_is_cut(backend: str, scorer: s
         scorer=scorer,
         scorer_options=SMALL.get(scorer, {}),
         block_size=16,
-        kv_dtype=kv_dtype,
+        k_dtype=kv_dtype,
+        v_dtype=kv_dtype,
         **options,
     )
     length = 80  # past three boundaries, of which the last two drop keys

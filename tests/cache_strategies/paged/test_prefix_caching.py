@@ -316,7 +316,7 @@ def test_what_is_unsound_before_it_is_whole_is_computed_by_who_waits_for_it() ->
 
 
 def test_scales_tell_of_numbers_in_int8() -> None:
-    cache = make_paged(kv_dtype="int8")
+    cache = make_paged(k_dtype="int8", v_dtype="int8")
     sequence = read_prompt(cache, list(range(8)))
     assert cache.store.find_finite_blocks(sequence.blocks) == [True, True]
     assert sequence.reserve(4)

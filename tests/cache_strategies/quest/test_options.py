@@ -18,7 +18,7 @@ from plugin_kit.driver.texts import random_text
 from tests.cache_strategies.cache_driver import get_token_bytes
 from tests.cache_strategies.quest.brute_force import LAYERS, make_world, read_prompt
 from tests.contract.harness import World
-from tests.contract.test_int8 import what_is_left
+from tests.contract.test_kv_formats import what_is_left
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_budget_in_blocks(options: dict[str, Any], num_blocks: int, num_read
         ({"budget": 159}, LAYERS, False),
         ({"budget": 0.99, "min_tokens": 160}, LAYERS, True),
         ({"budget": 0.9, "min_tokens": 16}, LAYERS, False),
-        ({"budget": 160, "kv_dtype": "int8"}, LAYERS, False),
+        ({"budget": 160, "k_dtype": "int8", "v_dtype": "int8"}, LAYERS, False),
         ({}, [LayerSpec(1, 1, 4, 4, window=9)], True),
     ],
     ids=str,
@@ -82,7 +82,7 @@ def test_it_is_exact_if_nothing_is_left_out(options: dict[str, Any], layers: lis
 
 
 def test_attention_over_int8_is_over_what_is_left_of_the_keys_that_are_read() -> None:
-    world, text = make_world(kv_dtype="int8"), random_text(1, 90, LAYERS)
+    world, text = make_world(k_dtype="int8", v_dtype="int8"), random_text(1, 90, LAYERS)
     reading = read_prompt(world, text, 70)
     for _ in range(6):
         result = step([(reading, 1)], keys=True)
@@ -101,7 +101,7 @@ def test_attention_over_int8_is_over_what_is_left_of_the_keys_that_are_read() ->
 def test_int8_takes_summaries_in_float32() -> None:
     sizes = {}
     for kv_dtype in ("model", "int8"):
-        settings = StrategySettings.model_validate({"kind": "quest", "kv_dtype": kv_dtype})
+        settings = StrategySettings.model_validate({"kind": "quest", "k_dtype": kv_dtype, "v_dtype": kv_dtype})
         world = World({"it": settings}, layers=[LayerSpec(2, 6, 64, 64)], dtype=torch.bfloat16)
         sizes[kv_dtype] = get_token_bytes(world.caches["it"])
     assert sizes == {"model": 2 * (2 * 128 + 2 * 128 / 32), "int8": 2 * (2 * 68 + 2 * 256 / 32)}

@@ -15,7 +15,7 @@ from kernels.types import LayerSpec
 from plugin_kit.driver.steps import step
 from plugin_kit.driver.texts import random_text
 from tests.cache_strategies.quest.brute_force import LAYERS, check, generate, make_world, open_prompt, read_prompt
-from tests.contract.test_int8 import what_is_left
+from tests.contract.test_kv_formats import what_is_left
 
 HYBRID = (LAYERS[0], LayerSpec(1, 3, 4, 8, window=9), LAYERS[1], LayerSpec(4, 4, 8, 4))
 
@@ -47,7 +47,7 @@ def test_rows_of_all_kinds_in_one_step(rng: random.Random) -> None:
 def test_a_summary_bounds_the_product_of_every_key_with_every_query(
     dtype: torch.dtype, kv_dtype: str, rng: random.Random
 ) -> None:
-    world = make_world(layers=HYBRID, dtype=dtype, kv_dtype=kv_dtype)
+    world = make_world(layers=HYBRID, dtype=dtype, k_dtype=kv_dtype, v_dtype=kv_dtype)
     text = random_text(rng.randrange(99), 90, HYBRID, dtype)
     reading = read_prompt(world, text, 80)
     step([(reading, 1)])

@@ -99,7 +99,7 @@ def test_keys_rotated_at_many_boundaries_are_those_rotated_once(dtype: torch.dty
 def test_keys_of_int8_are_rounded_at_each_boundary_only(rng: random.Random) -> None:
     sizes = Streaming(4, 48, 12)
     layers = [FULL, FULL._replace(window=30)]
-    world = make_world(layers, kv_dtype="int8", block_size=8, **sizes._asdict())
+    world = make_world(layers, k_dtype="int8", v_dtype="int8", block_size=8, **sizes._asdict())
     reading = world.open("it", random_text(rng.randrange(99), 401, layers))
     start = 400
     read(reading, start, rng)

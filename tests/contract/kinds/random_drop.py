@@ -27,7 +27,7 @@ from pydantic import Field
 from torch import Tensor
 
 from cache_strategies.base import CacheSetup, KVCache, KVSequence, Locations, Rows
-from cache_strategies.block_table import TableOptions, resolve_kv_dtype
+from cache_strategies.block_table import TableOptions, resolve_kv_formats
 from cache_strategies.types import Blocks, CacheUsage, Contract, Geometry, Sizes, Text
 from kernels.ops import KVLocation
 from kernels.store import KVStore, compute_block_bytes
@@ -175,14 +175,14 @@ class RandomDropCache(KVCache[DropSequence]):
         super().__init__(setup, options)
         geometry, device = setup.geometry, setup.memory.device
         self.every, self.block_size = options.every, options.block_size
-        dtype = resolve_kv_dtype(options, geometry)
+        formats = resolve_kv_formats(options, geometry)
         # Blocks of all layers lie in one region, and have the size of the largest
         self._region = setup.memory.region(self._compute_block_bytes(options, geometry))
         self.stores = [
-            KVStore(self._region, {i: spec}, self.block_size, dtype, split_heads=self.split_heads)
+            KVStore(self._region, {i: spec}, self.block_size, formats, split_heads=self.split_heads)
             for i, spec in enumerate(geometry.layers)
         ]
-        setup.ops.prepare(geometry.layers, geometry.kv_dtype, dtype)
+        setup.ops.prepare(geometry.layers, geometry.kv_dtype, formats)
         self._heads = [self._count_parts(spec) for spec in geometry.layers]
         width = -(-geometry.max_seq_len // self.block_size)
         self.tables = [
@@ -227,8 +227,8 @@ class RandomDropCache(KVCache[DropSequence]):
     @classmethod
     def _compute_block_bytes(cls, options: Any, geometry: Geometry) -> int:
         stored = (spec._replace(num_kv_heads=1) if cls.split_heads else spec for spec in geometry.layers)
-        dtype = resolve_kv_dtype(options, geometry)
-        sizes: list[int] = [compute_block_bytes([spec], options.block_size, dtype) for spec in stored]
+        formats = resolve_kv_formats(options, geometry)
+        sizes: list[int] = [compute_block_bytes([spec], options.block_size, formats) for spec in stored]
         return max(sizes)
 
     @classmethod
@@ -325,9 +325,8 @@ class RandomDropCache(KVCache[DropSequence]):
             )
         )
         for plane in self.stores[layer].planes(layer):
-            for numbers in (plane.numbers, plane.scale):
-                if numbers is not None:
-                    numbers[target[0], :, target[1]] = numbers[source[0], :, source[1]]
+            for numbers in plane.parts:
+                numbers[target[0], :, target[1]] = numbers[source[0], :, source[1]]
         self.release(part.blocks)
         part.blocks, part.positions = fresh, kept
 

@@ -29,7 +29,8 @@ floor = "10%"
 
 [strategies.int8]
 kind = "paged"
-kv_dtype = "int8"
+k_dtype = "int8"
+v_dtype = "int8"
 
 [strategies.window]
 kind = "sliding_window"

@@ -23,7 +23,7 @@ from tests.engine.fake_proposer import FakeProposer
 WINDOW = {"window": 20, "sinks": 2}
 INSTANCES = strategies(
     window={"kind": "sliding_window", **WINDOW},
-    int8={"kind": "paged", "kv_dtype": "int8"},
+    int8={"kind": "paged", "k_dtype": "int8", "v_dtype": "int8"},
     odd_blocks={"kind": "paged", "block_size": 7},
     compressed={"kind": "compressed", "budget": 24, "every": 8, "recent": 4},
     streaming={"kind": "streaming", "window": 24, "every": 8},

@@ -118,7 +118,7 @@ def test_a_number_that_is_not_finite_comes_through_where_it_is_seen(
     backend: str, dtype: torch.dtype, kept: torch.dtype | None, wrong: float, part: int, index: int, scale: float
 ) -> None:
     spec, rows, window = LayerSpec(1, 3, 16, 16, scale=scale), [CaseRow(2100, 1), CaseRow(2090, 11)], 700
-    case = AttentionCase(BACKENDS[backend](), Layout(16, sinks=1, ring=2200), spec, rows, dtype, kv_dtype=kept)
+    case = AttentionCase(BACKENDS[backend](), Layout(16, sinks=1, ring=2200), spec, rows, dtype, formats=kept)
     case.q = [q.abs() for q in case.q]  # so that a score of an infinite key is infinite, and not minus infinity
     case.write()
     before = case.attend(window=window)

@@ -141,35 +141,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (WRITERS, "tokens", "repeat_kv_heads", "«size_t($at.y) * $sizes.$out_token +→» $at.x"),
     ),
     *_of(
-        "quantize",
-        (
-            INDEX,
-            "vectors as if dense",
-            "VectorSizes quantize",
-            "int $dim, $stride; ... $x + size_t($at.y) * $sizes.«$stride→$dim»",
-        ),
+        "write_kv",
         (BOUND, "the last number's size", "quantize_vector", "$i«→ + 1» < $n; $i += LANES) $largest = max"),
         (BOUND, "a number too many", "quantize_vector", "$i «<→<=» $n; $i += LANES) $to[$i] = char"),
-        (WRITERS, "all lanes write the scale", "quantize", "«if ($at.x == 0)→» $scale"),
         (LOGIC, "numbers after the first 32", "quantize_vector", "$i < $n; $i += «LANES→$n») $largest = max"),
         (LOGIC, "rounding", "quantize_vector", "char(«rint(float($from[$i]) / $divisor)→float($from[$i]) / $divisor»)"),
         (LOGIC, "other lanes' numbers", "quantize_vector", "«simd_max($largest)→$largest»"),
-    ),
-    *_of(
-        "dequantize",
-        (
-            INDEX,
-            "vectors as if dense",
-            "VectorSizes dequantize",
-            "int $dim, $stride; ... size_t($at.y) * $sizes.«$stride→$dim»",
-        ),
-        (INDEX, "a scale a number", "dequantize", "$scale[«$at.y→$at.x»];"),
-        (BOUND, "the width", "dequantize", "size_t($at.y) * «$sizes.$dim→($sizes.$dim - 1)» + $at.x] ="),
-        (WRITERS, "vectors", "dequantize", "$out[«size_t($at.y) * $sizes.$dim +→» $at.x] ="),
-        (LOGIC, "the scale", "dequantize", "«* $scale[$at.y]→»;"),
-    ),
-    *_of(
-        "write_kv",
         (INDEX, "keys among values", "Planes write_kv", "PlaneSizes $k, $v; ... {$memory, $blocks, $planes.«$k→$v»"),
         (
             INDEX,

@@ -144,8 +144,7 @@ def _wrong_layers() -> dict[str, tuple[str, Call]]:
     """Return a description, words of the message, and the call, for each wrong call."""
     x, square, norm = torch.ones(2, 64), torch.ones(64, 64), torch.ones(64)
     q, cos, here = torch.ones(4, 4, 16), torch.ones(9, 8), torch.zeros(4, dtype=torch.int64)
-    quantized, numbers = quantize_as_mlx(square, 4, 32), torch.ones(3, 4, dtype=torch.int8)
-    away, apart = torch.device("meta"), torch.ones(3, 8, dtype=torch.int8)[:, ::2]
+    quantized, away = quantize_as_mlx(square, 4, 32), torch.device("meta")
     return {
         "a weight of another width": ("x must be", lambda ops, at: ops.linear(x, torch.ones(5, 63))),
         "a short bias": ("bias must be .*64", lambda ops, at: ops.linear(x, square, torch.ones(63))),
@@ -181,10 +180,6 @@ def _wrong_layers() -> dict[str, tuple[str, Call]]:
         "a gate of odd width": ("two halves", lambda ops, at: ops.silu_mul(x[:, 1:])),
         "a gate of every second number": ("must be dense", lambda ops, at: ops.silu_mul(x[:, ::2])),
         "heads of every second number": ("must be dense", lambda ops, at: ops.repeat_kv_heads(q[..., ::2], 2)),
-        "every second number of a vector": ("must be dense", lambda ops, at: ops.quantize(q[..., ::2])),
-        "scales for other vectors": ("scale must be", lambda ops, at: ops.dequantize(numbers, torch.ones(4))),
-        "scales elsewhere": ("on meta", lambda ops, at: ops.dequantize(numbers, torch.ones(3, device=away))),
-        "vectors of every second number": ("must be dense", lambda ops, at: ops.dequantize(apart, torch.ones(3))),
     }
 
 

@@ -25,7 +25,7 @@ QUICK = {
     ("rope", Kind.INDEX): "off by",
     ("linear", Kind.BOUND): "checker: out of bounds on 'out'",
     ("write_kv", Kind.WRITERS): "checker: data race on 'memory'",
-    ("quantize", Kind.LOGIC): "off by",
+    ("write_kv", Kind.LOGIC): "off by",
 }
 
 

@@ -76,14 +76,14 @@ class Nothing:
 
 def test_bytes_of_stored_vectors() -> None:
     spec = SPECS["values wider than keys"]  # 2 heads of 8 and 24
-    for kv_dtype, stored, out in ((torch.bfloat16, 128, 128), (torch.int8, 80, 256)):
+    for dtype, stored, out in ((torch.bfloat16, 128, 128), (torch.int8, 80, 256)):
         case = AttentionCase(
             Nothing(),  # type: ignore[arg-type]
             Layout(16),
             spec,
             [CaseRow(20, 3)],
             torch.bfloat16,
-            kv_dtype=kv_dtype,
+            formats=dtype,
         )
         k, v = case.get_step_inputs(case.k), case.get_step_inputs(case.v)
         assert ROW["write_kv"].count_bytes(case.store, 0, k, v, case.at) == 3 * (128 + stored)

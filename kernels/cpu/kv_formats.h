@@ -1,0 +1,239 @@
+// The formats in which keys and values are stored (kernels/kv_formats.py): how a vector of one is read and written.
+// Knows neither where vectors are nor what they are for.
+#pragma once
+
+#include <bit>
+#include <limits>
+
+#include "dispatch.h"
+#include "hadamard.h"
+#include "vector.h"
+
+namespace kvmux {
+
+// Stands for the format of 4 bits, whose bytes torch has as uint8.
+struct Int4 {};
+
+// Calls work(number) with a value of the C++ type that stands for a format of keys or values: one of with_type, int8_t
+// or Int4.
+template <typename Work>
+void with_kv_type(at::ScalarType type, const Work& work) {
+  if (type == at::kChar) return work(int8_t{});
+  if (type == at::kByte) return work(Int4{});
+  with_type(type, work);
+}
+
+// Returns the scale of a stored int8 vector of n numbers.
+inline float scale_of(const char* from, int64_t n) {
+  float scale;
+  std::memcpy(&scale, from + n, sizeof(scale));
+  return scale;
+}
+
+// ---------------------------------------------------------------- int4
+constexpr int64_t GROUP = 64;  // numbers that share a scale and a zero
+
+constexpr int64_t groups_of(int64_t dim) { return (dim + GROUP - 1) / GROUP; }
+
+// A scale and a zero as they are stored, as the halves of an integer, and as numbers.
+inline uint32_t scale_and_zero_of(const char* from, int64_t dim, int64_t group) {
+  uint32_t both;
+  std::memcpy(&both, from + dim / 2 + group * sizeof(both), sizeof(both));
+  return both;
+}
+inline float scale_in(uint32_t both) { return std::bit_cast<float>(both << 16); }
+inline float zero_in(uint32_t both) { return std::bit_cast<float>(both & 0xFFFF0000); }
+
+// A group of a stored vector: byte j has number j in its low half, and number size / 2 + j in its high one.
+struct Int4Group {
+  Int4Group(const char* from, int64_t dim, int64_t group)
+      : bytes(reinterpret_cast<const uint8_t*>(from) + group * GROUP / 2), size(std::min(GROUP, dim - group * GROUP)) {
+    const uint32_t both = scale_and_zero_of(from, dim, group);
+    scale = scale_in(both);
+    zero = zero_in(both);
+  }
+
+  const uint8_t* bytes;
+  int64_t size;
+  float scale, zero;
+};
+
+using Nibbles = int32_t __attribute__((vector_size(sizeof(Vec))));
+
+// Returns integers of 4 bits as the numbers that they stand for.
+inline Vec dequantize(Nibbles integers, Vec scale, Vec zero) {
+  return at::vec::fmadd(Vec(Raw(__builtin_convertvector(integers, Raw))), scale, zero);
+}
+
+inline void read_group(const Int4Group& from, float* to) {
+  using Small = uint8_t __attribute__((vector_size(W)));
+  const int64_t half = from.size / 2;
+  int64_t j = 0;
+  for (; j + W <= half; j += W) {
+    Small small;
+    std::memcpy(&small, from.bytes + j, sizeof(small));
+    const Nibbles both = __builtin_convertvector(small, Nibbles);
+    dequantize(both & 15, Vec(from.scale), Vec(from.zero)).store(to + j);
+    dequantize(both >> 4, Vec(from.scale), Vec(from.zero)).store(to + half + j);
+  }
+  for (; j < half; ++j) {
+    to[j] = static_cast<float>(from.bytes[j] & 15) * from.scale + from.zero;
+    to[half + j] = static_cast<float>(from.bytes[j] >> 4) * from.scale + from.zero;
+  }
+}
+
+// Reads one group of W vectors as columns of `to`, whose rows begin `ld` numbers apart. Eight numbers are transposed as
+// one of 32 bits and widened afterwards.
+inline void read_group_transposed(const char* const* from, int64_t dim, int64_t group, float* to, int64_t ld) {
+  float scale[W], zero[W];
+  const uint8_t* bytes[W];
+  for (int64_t i = 0; i < W; ++i) {
+    const Int4Group each(from[i], dim, group);
+    scale[i] = each.scale;
+    zero[i] = each.zero;
+    bytes[i] = each.bytes;
+  }
+  const int64_t half = std::min(GROUP, dim - group * GROUP) / 2;
+  for (int64_t at = 0; at < half; at += 4 * W) {
+    const int64_t count = std::min(4 * W, half - at);
+    Raw block[W] = {};
+    if (count == GROUP / 2)  // a constant count is one move
+      unroll<W>([&](auto i) { std::memcpy(&block[i], bytes[i] + at, std::min<int64_t>(GROUP / 2, sizeof(Raw))); });
+    else
+      for (int64_t i = 0; i < W; ++i) std::memcpy(&block[i], bytes[i] + at, count);
+    transpose(block);
+    for (int64_t u = 0; u < count / 4; ++u) {
+      const auto eight = reinterpret_cast<Nibbles>(block[u]);
+      float* const low = to + (at + 4 * u) * ld;
+      unroll<4>([&](auto n) {
+        dequantize(eight >> 8 * n & 15, load(scale), load(zero)).store(low + n * ld);
+        dequantize(eight >> (8 * n + 4) & 15, load(scale), load(zero)).store(low + (half + n) * ld);
+      });
+    }
+  }
+}
+
+// Rounds one group of n numbers to integers, stores these as n / 2 bytes, and returns its scale and zero.
+inline uint32_t write_group(const float* from, int64_t n, uint8_t* to) {
+  constexpr float TINY = 1e-30f;           // least divisor
+  constexpr uint32_t BROKEN = 0x7FC07FC0;  // NaN, twice
+  float numbers[GROUP];
+  std::fill(std::copy_n(from, n, numbers), numbers + GROUP, from[0]);
+  Vec least = load(numbers), largest = least, nothing(0.f);  // a NaN or infinity times 0 is NaN
+  for (int64_t i = 0; i < GROUP; i += W) {
+    const Vec x = load(numbers + i);
+    least = at::vec::minimum(least, x);
+    largest = at::vec::maximum(largest, x);
+    nothing = at::vec::fmadd(x, Vec(0.f), nothing);
+  }
+  const float low = reduce(least, [](const Vec& a, const Vec& b) { return at::vec::minimum(a, b); });
+  const float high = reduce(largest, [](const Vec& a, const Vec& b) { return at::vec::maximum(a, b); });
+  const at::BFloat16 scale = (high - low) / 15.f, zero = low;
+  const float base = zero, step = scale;
+  if (!(sum(nothing) == 0.f && std::isfinite(step) && std::isfinite(base))) {
+    std::memset(to, 0, n / 2);
+    return BROKEN;
+  }
+  int32_t integers[GROUP];
+  for (int64_t i = 0; i < GROUP; i += W) {
+    const Vec exact = (load(numbers + i) - Vec(base)) / Vec(std::max(step, TINY));
+    const Raw rounded = at::vec::clamp(exact.round(), Vec(0.f), Vec(15.f));
+    const Nibbles each = __builtin_convertvector(rounded, Nibbles);
+    std::memcpy(integers + i, &each, sizeof(each));
+  }
+  for (int64_t i = 0; i < n / 2; ++i) to[i] = static_cast<uint8_t>(integers[i] | integers[n / 2 + i] << 4);
+  return static_cast<uint32_t>(zero.x) << 16 | scale.x;
+}
+
+// ---------------------------------------------------------------- all formats
+// Reads a stored key or value of n numbers as float32.
+template <typename KV>
+inline void read_vector(const char* from, float* to, int64_t n) {
+  const auto* const numbers = reinterpret_cast<const KV*>(from);
+  if constexpr (std::is_same_v<KV, Int4>) {
+    for (int64_t g = 0; g < groups_of(n); ++g) read_group({from, n, g}, to + g * GROUP);
+  } else if constexpr (std::is_same_v<KV, int8_t>) {
+    const float scale = scale_of(from, n);
+    const Vec scales(scale);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) (load(numbers + i) * scales).store(to + i);
+    for (; i < n; ++i) to[i] = static_cast<float>(numbers[i]) * scale;
+  } else {
+    to_float(numbers, to, n);
+  }
+}
+
+// Reads W stored keys or values of n numbers as the columns of [n, W] of float32, whose rows begin `ld` numbers apart;
+// calls between() from time to time.
+template <typename KV, typename Between>
+inline void read_transposed(const char* const* from, int64_t n, float* to, int64_t ld, const Between& between) {
+  if constexpr (std::is_same_v<KV, Int4>) {
+    for (int64_t g = 0; g < groups_of(n); ++g, between()) read_group_transposed(from, n, g, to + g * GROUP * ld, ld);
+  } else {
+    const KV* rows[W];
+    for (int64_t i = 0; i < W; ++i) rows[i] = reinterpret_cast<const KV*>(from[i]);
+    if constexpr (std::is_same_v<KV, int8_t>) {
+      float scales[W];
+      for (int64_t i = 0; i < W; ++i) scales[i] = scale_of(from[i], n);
+      int64_t at = 0;
+      for (; at + 4 * W <= n; at += 4 * W, between()) transpose_quads(rows, at, load(scales), to + at * ld, ld);
+      for (; at + W <= n; at += W, between()) transpose_block(rows, at, to + at * ld, ld, load(scales));
+      for (; at < n; ++at)
+        for (int64_t i = 0; i < W; ++i) to[at * ld + i] = static_cast<float>(rows[i][at]) * scales[i];
+    } else {
+      transpose_rows(rows, n, to, ld, between);
+    }
+  }
+}
+
+// Stores n numbers as int8: the largest magnitude becomes 127, as in kv_formats.py.
+template <typename T>
+inline void write_int8(const T* from, char* to, int64_t n) {
+  constexpr float TINY = 1e-30f;
+  float largest = 0.f;
+  bool finite = true;  // if any of the numbers is NaN or infinite, the scale becomes NaN
+  for (int64_t i = 0; i < n; ++i) {
+    const float size = std::abs(static_cast<float>(from[i]));
+    finite &= size <= std::numeric_limits<float>::max();
+    largest = std::max(largest, size);
+  }
+  const float scale = finite ? largest / 127.f : std::numeric_limits<float>::quiet_NaN();
+  const float divisor = finite ? std::max(scale, TINY) : std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < n; ++i) {
+    const float number = std::nearbyint(static_cast<float>(from[i]) / divisor);
+    to[i] = finite ? static_cast<int8_t>(number) : int8_t{0};
+  }
+  std::memcpy(to + n, &scale, sizeof(scale));
+}
+
+inline void write_int4(const float* from, char* to, int64_t n) {
+  for (int64_t g = 0; g < groups_of(n); ++g) {
+    const int64_t first = g * GROUP, size = std::min(GROUP, n - first);
+    const uint32_t both = write_group(from + first, size, reinterpret_cast<uint8_t*>(to) + first / 2);
+    std::memcpy(to + n / 2 + g * sizeof(both), &both, sizeof(both));
+  }
+}
+
+// Stores a key or value of n numbers.
+template <typename KV, typename T>
+inline void write_vector(const T* from, char* to, int64_t n) {
+  if constexpr (std::is_same_v<KV, int8_t>)
+    write_int8(from, to, n);
+  else
+    convert(from, reinterpret_cast<KV*>(to), n);
+}
+
+// Stores a key or value of n numbers in a format, rotated first if the format is; `scratch` has n numbers.
+template <typename T>
+inline void write_vector(const T* from, at::ScalarType format, bool rotated, char* to, int64_t n, float* scratch) {
+  if (!rotated && format != at::kByte)
+    return with_kv_type(format, [&](auto of_kv) {
+      if constexpr (!std::is_same_v<decltype(of_kv), Int4>) write_vector<decltype(of_kv)>(from, to, n);
+    });
+  to_float(from, scratch, n);
+  if (rotated) rotate(scratch, n);
+  if (format == at::kByte) return write_int4(scratch, to, n);
+  write_vector(scratch, format, false, to, n, scratch);
+}
+
+}  // namespace kvmux

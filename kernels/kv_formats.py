@@ -1,0 +1,180 @@
+"""The formats in which keys and values are stored: as they were computed, or as integers of 8 or 4 bits with scales.
+
+A vector is the key or the value of one token in one KV head. Its D numbers are stored as
+
+    as computed | D numbers
+    int8        | D bytes | scale: float32                                  a number is worth integer * scale
+    int4        | D / 2 bytes | two scales of each group: bfloat16          a number is worth (integer - 8) * scale
+
+Integers of int8 are -127 .. 127, the largest magnitude of the vector being 127. Those of int4 are 0 .. 15, in groups of
+64 numbers, the last one of a vector of those that are left. Of a group's n / 2 bytes, byte j holds integer j in its low
+four bits and integer n / 2 + j in its high ones. Each half of a group has a scale, as in llama.cpp's q4_0: that by
+which its number of the largest magnitude becomes 0, that is -8; of two such numbers the negative one.
+
+A format may be `rotated`: before it is rounded, a vector is multiplied by a Hadamard matrix, which spreads outliers
+over all of its numbers (QuaRot: Ashkboos et al. 2024, arXiv:2404.00456). Attention rotates queries alike, as products
+of rotated vectors are those of the vectors, and rotates its sums of rotated values back.
+
+If a number is NaN or infinite, what is read of its vector (int8) or half of a group (int4) is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]  # stands for int4; torch computes nothing with it
+GROUP = 64  # integers of 4 bits that share bytes: those of the first half are the low bits
+MIN_SCALE = 1e-30  # least divisor in rounding, so that equal numbers are not divided by 0
+SCALE = torch.float32  # dtype of the scale of an int8 vector
+HALF_SCALE = torch.bfloat16  # dtype of the scale of half a group of int4: it has the range of float32
+
+Index = Tensor | tuple[Tensor, ...]
+
+
+class KVFormat(NamedTuple):
+    """The format of keys, or of values."""
+
+    dtype: torch.dtype  # of the numbers: a float dtype, torch.int8, or UINT4
+    rotated: bool = False
+
+    @property
+    def is_quantized(self) -> bool:
+        return not self.dtype.is_floating_point
+
+    @property
+    def divisor(self) -> int:
+        """The number of which a head dimension must be a multiple, so that scales are aligned."""
+        return {torch.int8: 4, UINT4: 8}.get(self.dtype, 1)
+
+    def compute_vector_bytes(self, dim: int) -> int:
+        """Return the bytes of one token's key or value in one head, its scales included."""
+        assert dim % self.divisor == 0, "scales would not be aligned"
+        if self.dtype is UINT4:
+            return dim // 2 + 2 * count_groups(dim) * HALF_SCALE.itemsize
+        return dim * self.dtype.itemsize + (SCALE.itemsize if self.is_quantized else 0)
+
+    def encode(self, x: Tensor) -> Plane:
+        """Return vectors x [..., D] as they are stored."""
+        if not self.is_quantized:
+            return Plane(self, x.to(self.dtype))
+        wide = hadamard(x.float()) if self.rotated else x.float()
+        return Plane(self, *(_round_to_int8 if self.dtype is torch.int8 else _round_to_int4)(wide))
+
+    def __str__(self) -> str:
+        name = {UINT4: "int4"}.get(self.dtype, str(self.dtype).removeprefix("torch."))
+        return f"{name}, rotated" if self.rotated else name
+
+
+class KVFormats(NamedTuple):
+    """The formats of the keys and of the values of a store."""
+
+    k: KVFormat
+    v: KVFormat
+
+    def __str__(self) -> str:
+        return f"keys: {self.k}; values: {self.v}"
+
+
+class Plane(NamedTuple):
+    """Stored keys or values: those of one layer in all blocks, [blocks, H, block_size, D], or some of them [..., D]."""
+
+    format: KVFormat
+    numbers: Tensor  # [..., D]; of int4, bytes [..., D / 2]
+    scale: Tensor | None = None  # of int8 [...]; of int4 [..., groups, 2]
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The tensors of which it consists."""
+        return [part for part in self[1:] if part is not None]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Plane:
+        """Return a plane with each part changed."""
+        return Plane(self.format, *map(change, self.parts))
+
+    def select(self, index: Index) -> Plane:
+        """Return copies of some vectors; the index is one into the dimensions before D."""
+        return self.map(lambda part: part[index])
+
+    def write(self, index: Index, vectors: Plane) -> None:
+        """Write vectors of the same format to some places."""
+        assert vectors.format == self.format
+        for part, new in zip(self.parts, vectors.parts, strict=True):
+            part[index] = new
+
+    def read(self) -> Tensor:
+        """Return what the numbers are worth, [..., D]: rotated, if the format is; float32, if they are quantized."""
+        if self.scale is None:
+            return self.numbers
+        if self.format.dtype is UINT4:
+            return _read_int4(self.numbers, self.scale)
+        return self.numbers.float() * self.scale[..., None]
+
+    def decode(self) -> Tensor:
+        """Return the keys or values [..., D], rotated back; float32, if they are quantized."""
+        return hadamard(self.read()) if self.format.rotated else self.read()
+
+
+def as_formats(formats: KVFormats | torch.dtype) -> KVFormats:
+    """Return the formats for which a dtype stands: that of keys and values, not rotated."""
+    if isinstance(formats, torch.dtype):
+        return KVFormats(KVFormat(formats), KVFormat(formats))
+    return formats
+
+
+def count_groups(dim: int) -> int:
+    """Return the number of groups of an int4 vector."""
+    return -(-dim // GROUP)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Multiply vectors x [..., D] float32 by a Hadamard matrix (fast Walsh-Hadamard transform), which keeps their norm.
+
+    The matrix has the size of the largest power of two that divides D; it rotates each run of so many numbers. It is
+    its own inverse. The order of sums is fixed, so that every backend computes the same bits.
+    """
+    size = x.shape[-1] & -x.shape[-1]
+    out, half = x.unflatten(-1, (-1, size)), 1
+    while half < size:
+        first, second = out.unflatten(-1, (-1, 2, half)).unbind(-2)
+        out = torch.stack((first + second, first - second), -2).flatten(-3)
+        half *= 2
+    rotated: Tensor = out.flatten(-2) * size**-0.5
+    return rotated
+
+
+# -------------------------------------------------------------------- rounding
+def _round_to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (integers [..., D], scale [...]); halves are rounded to even, and a vector of zeros has the scale 0."""
+    scale = x.abs().amax(-1) / 127
+    return (x / scale.clamp_min(MIN_SCALE)[..., None]).round().to(torch.int8), scale
+
+
+def _round_to_int4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (bytes [..., D / 2], scales [..., groups, 2]); halves are rounded to even."""
+    numbers, scales = zip(*(_round_group(group) for group in x.split(GROUP, -1)), strict=True)
+    return torch.cat(numbers, -1), torch.stack(scales, -2)
+
+
+def _round_group(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (bytes [..., n / 2], scales [..., 2]) of groups x [..., n]."""
+    halves = x.unflatten(-1, (2, -1))
+    least, largest = halves.amin(-1), halves.amax(-1)
+    scale = (torch.where(largest > -least, largest, least) / -8).to(HALF_SCALE)
+    finite = halves.isfinite().all(-1) & scale.isfinite()
+    divisor = scale.float().where(scale.abs() > MIN_SCALE, MIN_SCALE)
+    integers = ((halves / divisor[..., None]).round() + 8).clamp(0, 15).where(finite[..., None], 8).to(torch.uint8)
+    low, high = integers.unbind(-2)
+    return low | (high << 4), scale.where(finite, torch.nan)
+
+
+def _read_int4(numbers: Tensor, scale: Tensor) -> Tensor:
+    """Return what bytes [..., D / 2] with scales [..., groups, 2] are worth, [..., D] float32."""
+    groups = []
+    for i, both in enumerate(numbers.split(GROUP // 2, -1)):
+        halves = torch.stack((both & 15, both >> 4), -2).float() - 8  # [..., 2, n / 2]
+        groups.append((halves * scale[..., i, :, None].float()).flatten(-2))
+    return torch.cat(groups, -1)
