@@ -1,8 +1,9 @@
 """Computes how far llama.cpp's predictions are from its own ones with keys and values in float16, for some cache types.
 
 Arguments: the folder of llama-cpp-python's source, that of the built libraries, the GGUF file, threads, a file of
-JSON with token ids, how many of the last of them count, and cache types such as q8_0/q4_0 (keys/values), or
-q4_0/q4_0/plain without the rotation that llama.cpp applies by default. Prints a line of JSON for each type.
+JSON with token ids, how many of the last of them count, and cache types such as q8_0/q4_0 (keys/values), perhaps with
+/plain, without the rotation that llama.cpp applies by default, or /slow, without flash attention. Prints a line of JSON
+for each type.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import numpy.typing as npt
 GGML_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 BASE = "f16/f16"
 BATCH = 512  # tokens of a step
-FLASH_ATTENTION = 1  # enabled: quantized values need it
 Logits = npt.NDArray[np.float32]
 
 
@@ -52,14 +52,14 @@ def import_bindings(source: Path, libraries: Path) -> Any:
 
 def compute_logits(llama: Any, model: Any, ids: Sequence[int], last: int, cache_type: str, threads: int) -> Logits:
     """Return the logits [last, V] of the last tokens, which have read all before them from a cache of the type."""
-    key, value, *plain = cache_type.split("/")
-    set_variable("LLAMA_ATTN_ROT_DISABLE", "1" if plain else "0")
+    key, value, *how = cache_type.split("/")
+    set_variable("LLAMA_ATTN_ROT_DISABLE", "1" if "plain" in how else "0")
     params = llama.llama_context_default_params()
     params.n_ctx = -(-len(ids) // 256) * 256
     params.n_batch = params.n_ubatch = params.n_outputs_max = BATCH
     params.n_threads = params.n_threads_batch = threads
     params.type_k, params.type_v = GGML_TYPES[key], GGML_TYPES[value]
-    params.flash_attn_type, params.swa_full = FLASH_ATTENTION, True
+    params.flash_attn_type, params.swa_full = int("slow" not in how), True  # quantized values need flash attention
     context = llama.llama_init_from_model(model, params)
     if not context:
         raise SystemExit(f"llama.cpp has no cache of type {cache_type} for this model")
