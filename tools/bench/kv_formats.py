@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -52,47 +52,46 @@ GOALS: Mapping[str, tuple[str, float]] = {"int8": ("q8_0", 1), "int8, int4": ("q
 class FormatTexts:
     """A text of some length for a model, and what has been measured of it."""
 
-    model: Path
+    model: str
     text: Path
     length: int
-    last: int
-    threads: int
-    dtype: str
+    options: Namespace
     installer: Installer
     ids: Path  # JSON with the text's tokens
     theirs: dict[str, float] = field(default_factory=dict)  # KL by format of llama.cpp
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    add, there = parser.add_argument, [name for name, model in REAL_MODELS.items() if model.path.exists()]
-    add("--only", nargs="+", choices=REAL_MODELS, default=there, help="models (default: all that are there)")
+    add, there = parser.add_argument, [str(model.path) for model in REAL_MODELS.values() if model.path.exists()]
+    add("--model", nargs="+", default=there, help="GGUF files (default: those that `make models` has fetched)")
+    add("--programs", nargs="+", choices=(THEIRS, OURS), default=[THEIRS, OURS], help="(default: both)")
     add("--text", nargs="+", type=Path, required=True, help="files of text, of which the beginning is read")
     add("--lengths", nargs="+", type=int, default=[1024, 4096, 8192], help="tokens that are read")
     add("--last", type=int, default=256, help="last tokens, which count")
     add("--threads", type=int, default=2, help="threads of each program")
-    add("--dtype", default="float32", help="of kvmux")
+    add("--dtype", default="float32", help="of kvmux (default: float32, which rounds nothing else)")
+    add("--kernels", default="auto", help="of kvmux")
     add_folder_arguments(parser)
 
 
 def list_cases(context: Context) -> Iterator[Case]:
     """Yield a case for each model, text and length that its context has room for. Raises OSError and InstallError."""
     options, installer = context.options, make_installer(context, THEIRS)
-    installer.ensure(install_llama_cpp, INSTALLED_VERSION)
-    for name in options.only:
-        file = REAL_MODELS[name].path
-        context_length = read_model_info(locate(str(file)), "auto").max_positions
-        for length in (each for each in options.lengths if each <= context_length):
-            for text in options.text:
-                title = f"{name}, {text.stem}, {length:,} tokens"
-                set_up = partial(_prepare, file, text, length, options, installer)
-                table = Table(title, variants_are_rows=True)
-                yield Case(title, table, _measure, (THEIRS, OURS), set_up, max_turns=1, is_timed=False)
+    if THEIRS in options.programs:
+        installer.ensure(install_llama_cpp, INSTALLED_VERSION)
+    for model in options.model:
+        room = read_model_info(locate(model), "auto").max_positions
+        for length, text in product((each for each in options.lengths if each <= room), options.text):
+            title = f"{Path(model).stem}, {text.stem}, {length:,} tokens"
+            set_up = partial(_prepare, model, text, length, options, installer)
+            table = Table(title, variants_are_rows=True)
+            yield Case(title, table, _measure, options.programs, set_up, max_turns=1, is_timed=False)
 
 
 @contextmanager
-def _prepare(file: Path, text: Path, length: int, options: Any, installer: Installer) -> Iterator[FormatTexts]:
+def _prepare(model: str, text: Path, length: int, options: Namespace, installer: Installer) -> Iterator[FormatTexts]:
     """Yield a text as tokens. Raises RunError if it is too short."""
-    directory = locate(str(file))
+    directory = locate(model)
     tokenizer, info = Tokenizer.from_file(str(directory / "tokenizer.json")), read_model_info(directory, "auto")
     marks = find_special_tokens(tokenizer, info.eos_ids, info.vocab_size)
     document = read_text_file(tokenizer, marks, length, 1, text)[0]
@@ -101,18 +100,16 @@ def _prepare(file: Path, text: Path, length: int, options: Any, installer: Insta
     with tempfile.TemporaryDirectory() as folder:
         ids = Path(folder) / "ids.json"
         ids.write_text(json.dumps(document.ids[:length]))
-        yield FormatTexts(file, text, length, options.last, options.threads, options.dtype, installer, ids)
+        yield FormatTexts(model, text, length, options, installer, ids)
 
 
 def _measure(texts: FormatTexts, program: str) -> Iterator[Reading]:
     figures = _measure_llama_cpp(texts) if program == THEIRS else _measure_kvmux(texts)
     for name, found in figures.items():
-        goal = None
         if program == THEIRS:
             texts.theirs[name] = found["kl_nats"]
-        elif name in GOALS:
-            peer, share = GOALS[name]
-            goal = share * texts.theirs[peer]
+        peer, share = GOALS.get(name, ("", 1))
+        goal = share * texts.theirs[peer] if program == OURS and peer in texts.theirs else None
         variant = f"{program}, {name}"
         yield Reading(Row("KL, mean", "nats", goal=goal), found["kl_nats"], variant=variant)
         yield Reading(Row("median", "nats"), found["kl_median"], variant=variant)
@@ -123,21 +120,21 @@ def _measure(texts: FormatTexts, program: str) -> Iterator[Reading]:
 
 def _measure_llama_cpp(texts: FormatTexts) -> dict[str, dict[str, float]]:
     """Return the figures of each format of llama.cpp. Raises RunError."""
-    folder = texts.installer.folder
-    arguments = [folder / "source", folder / "build" / "bin", texts.model, texts.threads, texts.ids, texts.last]
+    folder, options = texts.installer.folder, texts.options
+    arguments = [folder / "source", folder / "build" / "bin", texts.model, options.threads, texts.ids, options.last]
     said = run_module("tools.peers.llama_cpp_divergence", *map(str, arguments), *LLAMA_CPP.values())
     return dict(zip(LLAMA_CPP, map(json.loads, said.splitlines()), strict=True))
 
 
 def _measure_kvmux(texts: FormatTexts) -> dict[str, dict[str, float]]:
     """Return the figures of each format of kvmux. Raises RunError."""
-    strategies = [part for each in KVMUX.values() for part in ("--strategy", each)]
-    size: Sequence[str] = ("--length", str(texts.length), "--last", str(texts.last), "--texts", "1", "--records", "0")
-    how = ("--model", str(texts.model), "--text", str(texts.text), "--dtype", texts.dtype)
+    options, flags = texts.options, [part for each in KVMUX.values() for part in ("--strategy", each)]
+    flags += ["--model", texts.model, "--text", str(texts.text), "--length", str(texts.length), "--texts", "1"]
+    flags += ["--last", str(options.last), "--records", "0", "--dtype", options.dtype]
+    flags += ["--threads", str(options.threads), "--kernels", options.kernels]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
-        threads = ("--threads", str(texts.threads))
-        run_module("server", "evaluate", *how, *size, *strategies, *threads, "--json", str(file))
+        run_module("server", "evaluate", *flags, "--json", str(file))
         _, *results = json.loads(file.read_text())["strategies"]  # the first is exact
     return {name: each["text"] for name, each in zip(KVMUX, results, strict=True)}
 
