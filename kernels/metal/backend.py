@@ -212,9 +212,15 @@ class MetalOps(ReferenceOps):
 
     # ---------------------------------------------------------------- KV memory
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
-        if not has_kernel_dtype(k, v) or not has_kv_kernels(store, layer, k.dtype):
+        center = store.k_center(layer)
+        is_readable = (
+            center is None or store.formats.v.is_quantized
+        )  # centered keys, and values with them, enter as float
+        if not has_kernel_dtype(k, v) or not has_kv_kernels(store, layer, k.dtype) or not is_readable:
             return super().write_kv(store, layer, k, v, at)
         reference.check_write_kv(store, layer, k, v)
+        if center is not None:
+            k, v = k.float() - center, v.float()
         self._addresses.check("write_kv", at, store, len(k))
         tensors = (store.memory, k, v, *slot_tensors(at))
         check_same_device(*tensors)
@@ -229,7 +235,7 @@ class MetalOps(ReferenceOps):
 
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         plain = next((each.dtype for each in store.formats if not each.is_quantized), torch.float32)
-        if not has_kv_kernels(store, layer, plain):
+        if not has_kv_kernels(store, layer, plain) or store.k_center(layer) is not None:
             return super().gather(store, layer, at, row, indices)
         self._addresses.check("gather", at, store)
         reference.check_gather(store, layer, at, row, indices)

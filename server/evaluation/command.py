@@ -230,8 +230,8 @@ def evaluate(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> 
             bars.advance(task, num_tokens)
 
         fidelities: list[Sequence[Fidelity]] = [
-            compare(core.model, instances, each, row_tokens=row_tokens, on_tokens_read=count_step)
-            for each in (text, records)
+            compare(core.model, instances, each, row_tokens=row_tokens, last=last, on_tokens_read=count_step)
+            for each, last in ((text, options.last), (records, None))
         ]
     declared = {each.name: each for each in engine.instances}
     results = [
@@ -277,7 +277,9 @@ def read_documents(engine: Engine, options: EvaluateOptions) -> tuple[list[Docum
     else:
         text = documents.make_stories(tokenizer, marks, length, options.texts, seed)
     count, new = options.records, options.new_phrasings
-    if options.question_at is None:
+    if not count:
+        records = []
+    elif options.question_at is None:
         records = documents.make_records(tokenizer, marks, length, count, seed, new_phrasings=new)
     else:
         records = documents.make_questions(tokenizer, marks, options.question_at, count, seed, new_phrasings=new)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,26 +31,33 @@ class Fidelity:
     num_tokens: int = 0
     total_nll: float = 0.0  # sum of the tokens' negative log-likelihoods under this strategy, nats
     num_agreed: int = 0  # number of tokens at which the likeliest token is the same as with exact caching
-    total_kl: float = 0.0  # sum over the tokens of the KL divergence KL(exact || this strategy), nats
+    kls: list[float] = field(default_factory=list)  # of each token, the divergence KL(exact || this strategy), nats
     # For each answer: (tokens back to its latest mention, whether all tokens of the answer were predicted).
     answer_recalls: list[tuple[int, bool]] = field(default_factory=list)
 
     @property
     def perplexity(self) -> float:
         try:
-            return math.exp(self.total_nll / self.num_tokens)
+            return math.exp(self._mean(self.total_nll))
         except OverflowError:
             return math.inf
 
     @property
     def agreement(self) -> float:
         """The share of positions at which the likeliest token is the same as with exact caching."""
-        return self.num_agreed / self.num_tokens
+        return self._mean(self.num_agreed)
 
     @property
     def kl(self) -> float:
         """The mean KL divergence from exact caching over the tokens, nats."""
-        return self.total_kl / self.num_tokens
+        return self._mean(sum(self.kls))
+
+    def kl_quantile(self, share: float) -> float:
+        """Return the KL divergence, nats, that this share of the tokens does not exceed; NaN if there are no tokens."""
+        return float(np.quantile(self.kls, share)) if self.kls else math.nan
+
+    def _mean(self, total: float) -> float:
+        return total / self.num_tokens if self.num_tokens else math.nan
 
     def recall(self, nearest: int, farthest: int) -> tuple[int, int]:
         """Return the numbers of (right, all) answers whose latest mention is `nearest` to `farthest` tokens back.
@@ -67,50 +75,60 @@ def compare(
     documents: Sequence[Document],
     *,
     row_tokens: int,
+    last: int | None = None,
     on_tokens_read: Callable[[int], object] = lambda tokens: None,
 ) -> list[Fidelity]:
     """Run the documents under each instance, and return the fidelity of each one to instances[0].
 
     A step computes `row_tokens` tokens of a document, or as few as the `stop` of a sequence says; 1 is as in decoding.
-    `on_tokens_read` is called after each step with its number of tokens. Raises SettingsError if there is no room for
-    the longest document under every instance, before any is computed, or if logits are NaN or infinite.
+    Only the `last` tokens of each document count, or all of them. `on_tokens_read` is called after each step with its
+    number of tokens. Raises SettingsError if there is no room for the longest document under every instance, before any
+    is computed, or if logits are NaN or infinite.
     """
-    _check_room(instances, max(documents, key=lambda document: len(document.ids)))
+    if documents:
+        _check_room(instances, max(documents, key=lambda document: len(document.ids)))
     results = [Fidelity() for _ in instances]
     for document in documents:
         # [strategy, position in the document]: whether the strategy predicted the token
         known = torch.zeros(len(instances), len(document.ids), dtype=torch.bool)
+        *inputs, _ = document.ids  # the last token is only predicted
+        uncounted = 0 if last is None else max(0, len(inputs) - last)
         with _open_sequences(instances, document) as sequences:
             first = 0
-            while first < len(document.ids) - 1:
-                limits = (_limit_row(*each, row_tokens) for each in zip(instances, sequences, strict=True))
-                n = min(limits)
-                tokens = document.ids[first : first + n + 1]  # the last is only predicted, not an input
-                logits = _run_step(model, instances, sequences, tokens[:-1])
-                targets = torch.tensor(tokens[1:], device=logits.device)
-                known[:, first + 1 : first + len(tokens)] = update_fidelities(results, logits, targets)
-                on_tokens_read(len(targets))
-                first += len(targets)
+            while first < len(inputs):
+                n = min(_limit_row(*each, row_tokens) for each in zip(instances, sequences, strict=True))
+                counts = first >= uncounted
+                tokens = inputs[first : first + n if counts else min(first + n, uncounted)]
+                logits = _run_step(model, instances, sequences, tokens, num_logits=len(tokens) if counts else 0)
+                if counts:
+                    targets = torch.tensor(document.ids[first + 1 :][: len(tokens)], device=logits.device)
+                    known[:, first + 1 :][:, : len(tokens)] = update_fidelities(results, logits, targets)
+                on_tokens_read(len(tokens))
+                first += len(tokens)
         for result, tokens_known in zip(results, known.tolist(), strict=True):
             result.answer_recalls += [(a.distance, all(tokens_known[a.start : a.stop])) for a in document.answers]
     return results
 
 
 def _run_step(
-    model: Model, instances: Sequence[Instance], sequences: Sequence[KVSequence], tokens: Sequence[int]
+    model: Model,
+    instances: Sequence[Instance],
+    sequences: Sequence[KVSequence],
+    tokens: Sequence[int],
+    *,
+    num_logits: int,
 ) -> Tensor:
-    """Compute the n `tokens` under each of S instances in one batch; return their logits [S, n, V].
+    """Compute the `tokens` under each of S instances in one batch; return the logits of the last n, [S, n, V].
 
     Raises SettingsError if the memory is full or logits are NaN or infinite, StrategyError if a strategy fails.
     """
-    n = len(tokens)
     row_inputs = [
-        RowInput(each, _reserve(each, sequence, n), sequence.length, tokens, num_logits=n)
+        RowInput(each, _reserve(each, sequence, len(tokens)), sequence.length, tokens, num_logits=num_logits)
         for each, sequence in zip(instances, sequences, strict=True)
     ]
     batch = Batch(row_inputs, model.device)
     assert batch.row_order == list(range(len(row_inputs))), "each strategy has one row, so the order is unchanged"
-    logits = model.forward(batch.input_ids, batch).float().view(len(row_inputs), n, -1)
+    logits = model.forward(batch.input_ids, batch).float().unflatten(0, (len(row_inputs), num_logits))
     for error in batch.commit().values():
         raise error
     if not logits.isfinite().all():
@@ -131,7 +149,7 @@ def update_fidelities(results: Sequence[Fidelity], logits: Tensor, targets: Tens
         result.num_tokens += len(targets)
         result.total_nll += float(nll[i].cpu().double().sum())
         result.num_agreed += int((best[i] == best[0]).sum())
-        result.total_kl += float((exact * (logp[0] - logp[i])).sum(-1).cpu().double().sum())
+        result.kls += (exact * (logp[0] - logp[i])).sum(-1).tolist()
     return best == targets
 
 

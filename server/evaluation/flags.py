@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.flags import COUNT, FILE, SWITCH, Kind, flag
+from config.flags import COUNT, FILE, SWITCH, Kind, flag, number_flag
 
 DESCRIPTION = """\
 Runs the same documents under several cache strategies, with the server's own engine, and reports how each differs
@@ -34,6 +34,7 @@ def _parse_text(text: str) -> str:
 
 
 _TEXT = Kind("TEXT", _parse_text)
+_AMOUNT = Kind("N", number_flag(int, "a whole number from 0", lambda number: number >= 0))
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,10 @@ class EvaluateOptions:
         "strategies are of kind streaming: the first of them is then what the others are compared with",
     )
     texts: int = flag(8, COUNT, "most documents of running text; stories fill 24 of 2,048 tokens")
-    records: int = flag(24, COUNT, "most documents with answers to recall; there are 56")
+    last: int | None = flag(
+        None, COUNT, "count only the last N tokens of each document of running text, which have read the others"
+    )
+    records: int = flag(24, _AMOUNT, "most documents with answers to recall; there are 56, and 0 leaves them out")
     question_at: int | None = flag(
         None,
         COUNT,

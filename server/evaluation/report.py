@@ -77,12 +77,17 @@ def as_table(report: EvaluationReport) -> str:
             r.name,
             f"{r.kv_bytes / 1024:,.0f} KiB",
             f"{r.text.perplexity:.3f}",
-            *(cell for f in (r.text, r.records) for cell in (f"{f.agreement:.2%}", _format_nats(f.kl))),
+            *(cell for f in (r.text, r.records) for cell in _format_fidelity(f)),
             *(_format_share(*r.records.recall(*span)) for span in report.distance_ranges),
         ]
         for r in report.results
     ]
     return format_table(["strategy"], columns, rows)
+
+
+def _format_fidelity(f: Fidelity) -> tuple[str, str]:
+    """Return (share of tokens with the same likeliest token, KL divergence)."""
+    return (f"{f.agreement:.2%}", _format_nats(f.kl)) if f.num_tokens else ("-", "-")
 
 
 def _format_nats(value: float) -> str:
@@ -120,8 +125,15 @@ def as_json(report: EvaluationReport) -> dict[str, Any]:
 
 
 def _fidelity_to_json(f: Fidelity) -> dict[str, Any]:
-    perplexity = f.perplexity if math.isfinite(f.perplexity) else None  # JSON has no infinity
-    return {"tokens": f.num_tokens, "perplexity": perplexity, "top1_agreement": f.agreement, "kl_nats": f.kl}
+    figures = {
+        "perplexity": f.perplexity,
+        "top1_agreement": f.agreement,
+        "kl_nats": f.kl,
+        "kl_median": f.kl_quantile(0.5),
+        "kl_p99": f.kl_quantile(0.99),
+    }
+    # JSON has neither infinity nor NaN
+    return {"tokens": f.num_tokens} | {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
 def _recall_to_json(result: StrategyResult, span: DistanceRange) -> dict[str, int]:

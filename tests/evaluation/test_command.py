@@ -81,6 +81,20 @@ def test_json_says_what_was_measured(written: tuple[str, dict[str, Any], Path]) 
     assert all(0 <= r["right"] <= r["asked"] for s in report["strategies"] for r in s["records"]["recall"])
 
 
+def test_only_the_end_of_texts_may_count_and_records_be_left_out(
+    model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.json"
+    flags = ("--strategy", "sliding_window:window=16", "--last", "9", "--records", "0", "--json", str(file))
+    code, out, _ = _run(capsys, "--model", str(model_directory), *SMALL, *flags)
+    assert code == 0
+    _, narrow = json.loads(file.read_text())["strategies"]
+    assert (narrow["text"]["tokens"], narrow["records"]["tokens"]) == (2 * 9, 0)
+    assert 0 < narrow["text"]["kl_median"] < narrow["text"]["kl_nats"] < narrow["text"]["kl_p99"]
+    assert (narrow["records"]["kl_nats"], narrow["records"]["perplexity"]) == (None, None)
+    assert out.splitlines()[-1].split("|")[6:8] == [f" {'-':>14} ", f" {'-':>11} "]
+
+
 def test_plot_is_a_picture(written: tuple[str, dict[str, Any], Path]) -> None:
     picture = written[2].read_bytes()
     assert picture.startswith(b"\x89PNG")
@@ -255,7 +269,7 @@ def test_a_strategy_that_fails_is_reported(
 
 def test_table_has_no_colours_when_they_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    fidelity = Fidelity(num_tokens=10, total_nll=5.0, num_agreed=9, total_kl=0.001)
+    fidelity = Fidelity(num_tokens=10, total_nll=5.0, num_agreed=9, kls=[0.0001] * 10)
     result = StrategyResult("paged", "paged", {}, True, 2048, fidelity, fidelity)
     header, rule, line = as_table(
         EvaluationReport("m", "cpu", "float32", "stories", (1, 1), 64, 8, [result])

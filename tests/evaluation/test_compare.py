@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -34,9 +35,9 @@ def _documents(*lengths: int) -> list[Document]:
     ]
 
 
-def _read(engine: Engine, documents: list[Document], row_tokens: int) -> dict[str, Fidelity]:
+def _read(engine: Engine, documents: list[Document], row_tokens: int, last: int | None = None) -> dict[str, Fidelity]:
     caches = [engine.core.instances[name] for name in NAMES]
-    results = compare(engine.core.model, caches, documents, row_tokens=row_tokens)
+    results = compare(engine.core.model, caches, documents, row_tokens=row_tokens, last=last)
     assert all(read_usage(cache).seats == 0 for cache in caches)
     return dict(zip(NAMES, results, strict=True))
 
@@ -100,6 +101,17 @@ def test_how_tokens_are_cut_into_steps_changes_nothing(
         assert found[name].perplexity == pytest.approx(other[name].perplexity, rel=1e-5)
         assert found[name].kl == pytest.approx(other[name].kl, rel=1e-4, abs=1e-7)
         assert found[name].num_agreed == other[name].num_agreed
+
+
+@pytest.mark.parametrize("row_tokens", [1, ROW])
+def test_the_last_tokens_count_as_they_do_among_all(engine: Engine, documents: list[Document], row_tokens: int) -> None:
+    found, of_all = _read(engine, documents, row_tokens, last=7), _read(engine, documents, row_tokens)
+    for name in NAMES:
+        ends = [of_all[name].kls[LENGTH - 7 : LENGTH], of_all[name].kls[LENGTH + 61 - 7 :]]
+        assert found[name].kls == pytest.approx([*ends[0], *ends[1]], rel=1e-3, abs=1e-6)
+        assert found[name].num_tokens == 14
+    assert found["narrow"].kl_quantile(0.5) == pytest.approx(float(np.median(found["narrow"].kls)))
+    assert _read(engine, documents, ROW, last=LENGTH)["narrow"].num_tokens == LENGTH + 61
 
 
 def test_a_known_answer_counts(engine: Engine, reference: LlamaForCausalLM) -> None:

@@ -33,6 +33,7 @@ GROUPS = {
     "peers": "llama.cpp and vLLM, which are installed, beside kvmux",
     "gguf_files": "real GGUF files on kvmux and llama.cpp",
     "gguf_types": "one model in every type of GGUF file",
+    "kv_formats": "what formats of keys and values cost in quality, on kvmux and llama.cpp",
     "checkouts": "two versions of the code",
     "validation": "what kvmux computes beside what llama.cpp computes",
 }

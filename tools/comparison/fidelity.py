@@ -26,7 +26,7 @@ def evaluate(flags: Sequence[str], length: int) -> dict[str, StrategyFidelity]:
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
-        size = ("--length", str(length), "--row-tokens", "1", "--records", "1")  # records are not looked at
+        size = ("--length", str(length), "--row-tokens", "1", "--records", "0")
         run_module("server", "evaluate", *flags, *size, "--json", str(file))
         strategies = json.loads(file.read_text())["strategies"]
     texts = {each["name"]: each["text"] for each in strategies}
