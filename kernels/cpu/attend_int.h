@@ -2,10 +2,9 @@
 // and weighted values are products of integers. Queries are rounded to integers of 8 bits, or of 16 for keys of 8; the
 // weights of a tile, times the scales of values, to integers of 8 bits, relative to the largest of their row.
 //
-// A number is worth integer * scale + zero, where scale and zero belong to a group of 64 numbers, so a product of 64 of
-// them is worth scale * (product of integers) + zero * (sum of the other factors). An int8 vector counts as groups that
-// have the same scale, and unsigned integers whose zero is -128 * scale. A vector that is not finite has integers that
-// are, and a scale and a zero of NaN: a query that does not see it multiplies them by nothing.
+// Products are computed in units of 32 numbers of a vector, which have a scale of their own; the units of an int8
+// vector have the same one. A vector that is not finite has integers that are, and a scale of NaN: a query that does
+// not see it multiplies the scale by nothing.
 //
 // The result of a row depends on its position alone. Knows neither tensors nor threads.
 #pragma once
@@ -55,7 +54,8 @@ class IntAttentionHead : IntBlocks {
     const float largest = _mm512_reduce_max_ps(most), levels = parts_ == 2 ? 127.f * 256.f : 127.f;
     q_scales_[r] = broken ? std::numeric_limits<float>::quiet_NaN() : largest / levels;
     const float factor = broken || largest < TINY ? 0.f : levels / largest;
-    for (int64_t c = 0; c < k_chunks_; ++c) q_sums_[r][c] = store_query(r, c, wide + c * DEPTH, factor, broken != 0);
+    if (kv_.k.format == at::kByte) part_last_group(wide, k_dim_);
+    for (int64_t c = 0; c < k_chunks_; ++c) store_query(r, c, wide + c * DEPTH, factor, broken != 0);
   }
 
   // Sets the keys and values that this thread reads afterwards, from split number `split` on.
@@ -68,7 +68,6 @@ class IntAttentionHead : IntBlocks {
       tiles_.start(split * SPLIT, end * SPLIT);
       std::fill_n(top_, kv_.rows.count, NO_SCORE);
       std::fill_n(weights_, kv_.rows.count * L, 0.f);
-      std::fill_n(zeros_, kv_.rows.count * v_chunks_ * L, 0.f);
       std::fill_n(values_, kv_.rows.count * width_, 0.f);
       for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= kv_.newest; tile += TILE) {
         const Tile& found = tiles_.read(tile);
@@ -82,16 +81,16 @@ class IntAttentionHead : IntBlocks {
  private:
   static constexpr int64_t TILE = COLUMNS;  // positions
   static constexpr int64_t N = TILE / L;
-  static constexpr int64_t MAX_CHUNKS = MAX_DIM / DEPTH;
+  static constexpr int64_t MAX_CHUNKS = MAX_DIM / DEPTH, MAX_UNITS = MAX_DIM / UNIT;
   // The most by which a score may exceed the maximum to which its row's sums are relative: weights are at most 2^8.
   static constexpr float SLACK = 8.f;
   static_assert(TILE == DEPTH && SPLIT % TILE == 0 && ROWS % L == 0);
   using Tiles = KVTileReader<TILE, L>;
   using Tile = Tiles::Tile;
 
-  // What the integers of a tile's vectors are worth, by group.
+  // The scales of a tile's vectors, by unit.
   struct Scales {
-    alignas(64) float scale[MAX_CHUNKS][TILE], zero[MAX_CHUNKS][TILE];
+    alignas(64) float of[MAX_UNITS][TILE];
   };
 
   // Calls work(number) with a value of the C++ type that stands for a format; see are_int_formats.
@@ -104,63 +103,80 @@ class IntAttentionHead : IntBlocks {
     return q_ + ((part * ROWS + first) / L * k_chunks_ + c) * LEFT;
   }
 
-  // Stores chunk c of query row r as integers: `factor` times its numbers. Returns the sum of the integers.
-  float store_query(int64_t r, int64_t c, const float* from, float factor, bool broken) {
-    __m512i sum = _mm512_setzero_si512();
-    for (int64_t d = 0; d < DEPTH; d += L) {
-      const __m512 x = broken ? _mm512_setzero_ps() : _mm512_load_ps(from + d);
-      __m512i rest = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(factor)));
-      sum = _mm512_add_epi32(sum, rest);
-      for (int64_t part = parts_ - 1; part >= 0; --part) {  // the last part is the lowest
-        auto* const to = query_block(part, r / L * L, c) + r % L * DEPTH + d;
-        _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(rest));
-        rest = _mm512_srai_epi32(_mm512_add_epi32(rest, _mm512_set1_epi32(128)), 8);
-      }
-    }
-    return static_cast<float>(_mm512_reduce_add_epi32(sum));
+  // Moves the second half of the last group of x [dim], if that has fewer than 64 numbers, to a unit of its own.
+  static void part_last_group(float* x, int64_t dim) {
+    const int64_t half = dim % GROUP / 2;
+    float* const group = x + dim / GROUP * GROUP;
+    if (half == 0) return;
+    std::memmove(group + UNIT, group + half, half * sizeof(float));
+    std::fill(group + half, group + UNIT, 0.f);
+  }
+
+  // Stores chunk c of query row r as integers: `factor` times its numbers; and the sums of its units, times what is
+  // added to the integers of keys.
+  void store_query(int64_t r, int64_t c, const float* from, float factor, bool broken) {
+    __m512i rest[N];
+    unroll<N>([&](auto i) {
+      const __m512 x = broken ? _mm512_setzero_ps() : _mm512_load_ps(from + i * L);
+      rest[i] = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(factor)));
+    });
+    unroll<2>([&](auto u) {
+      const int sum = _mm512_reduce_add_epi32(_mm512_add_epi32(rest[2 * u], rest[2 * u + 1]));
+      q_sums_[r][2 * c + u] = key_shift(kv_.k.format) * sum;
+    });
+    for (int64_t part = parts_ - 1; part >= 0; --part)  // the last part is the lowest
+      unroll<N>([&](auto i) {
+        auto* const to = query_block(part, r / L * L, c) + r % L * DEPTH + i * L;
+        _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(rest[i]));
+        rest[i] = _mm512_srai_epi32(_mm512_add_epi32(rest[i], _mm512_set1_epi32(128)), 8);
+      });
   }
 
   void attend_tile(int64_t tile, const Tile& found) {
     const int64_t end = found.seen.end - tile;
-    read_scales(kv_.k, found.k, -128.f, k_scales_);  // the integers of keys are multiplied as unsigned ones
-    read_scales(kv_.v, found.v, 0.f, v_scales_);
+    read_scales(kv_.k, found.k, k_scales_);
+    read_scales(kv_.v, found.v, v_scales_);
+    for (int64_t u = 0; u < 2 * v_chunks_; ++u)  // the sign is with the integers of values
+      for (int64_t j = 0; j < TILE; ++j) v_scales_.of[u][j] = std::abs(v_scales_.of[u][j]);
     with_format(kv_.k.format, [&](auto of_k) { pack_keys<decltype(of_k)>(found.k, end); });
     with_format(kv_.v.format, [&](auto of_v) { pack_values<decltype(of_v)>(found.v, end); });
     for (int64_t first = 0; first < kv_.rows.count; first += L) {
       const int64_t count = std::min(L, kv_.rows.count - first);
       const int64_t oldest = position_[first], newest = position_[first + count - 1];
       if (kv_.mask.seen(oldest, newest, {tile, tile + TILE}).empty()) continue;
-      for (int64_t c = 0; c < k_chunks_; ++c) add_scores(first, count, c);
+      for (int64_t u = 0; u < 2 * k_chunks_; ++u) add_scores(first, count, u);
       const bool whole = kv_.mask.all_see(oldest, newest, {tile, tile + TILE});
       for (int64_t i = 0; i < count; ++i) softmax(first + i, tile, whole);
-      for (int64_t c = 0; c < v_chunks_; ++c) add_values(first, count, c);
+      for (int64_t u = 0; u < 2 * v_chunks_; ++u) add_values(first, count, u);
     }
   }
 
-  // Reads what the integers of a tile's vectors are worth; the zero of int8 is `zero` times the scale.
-  static void read_scales(const StoredVectors& stored, const char* const* vectors, float zero, Scales& to) {
-    for (int64_t c = 0; c < chunks(stored.dim); ++c) {
-      float *const scales = to.scale[c], *const zeros = to.zero[c];
-      if (stored.format == at::kChar) {
-        for (int64_t j = 0; j < TILE; ++j) scales[j] = scale_of(vectors[j], stored.dim);
-        for (int64_t j = 0; j < TILE; ++j) zeros[j] = zero * scales[j];
-        continue;
-      }
+  static void read_scales(const StoredVectors& stored, const char* const* vectors, Scales& to) {
+    const int64_t groups = chunks(stored.dim);
+    if (stored.format == at::kChar) {
+      for (int64_t j = 0; j < TILE; ++j) to.of[0][j] = scale_of(vectors[j], stored.dim);
+      for (int64_t u = 1; u < 2 * groups; ++u) std::copy_n(to.of[0], TILE, to.of[u]);
+      return;
+    }
+    for (int64_t c = 0; c < groups; ++c) {
       uint32_t both[TILE];
-      for (int64_t j = 0; j < TILE; ++j) both[j] = scale_and_zero_of(vectors[j], stored.dim, c);
-      for (int64_t j = 0; j < TILE; ++j) scales[j] = scale_in(both[j]);
-      for (int64_t j = 0; j < TILE; ++j) zeros[j] = zero_in(both[j]) + 0.f * scales[j];  // NaN, if the scale is
+      for (int64_t j = 0; j < TILE; ++j) both[j] = scales_of(vectors[j], stored.dim, c);
+      for (int64_t j = 0; j < TILE; ++j) to.of[2 * c][j] = first_in(both[j]);
+      for (int64_t j = 0; j < TILE; ++j) to.of[2 * c + 1][j] = second_in(both[j]);
     }
   }
 
   // Arranges the first `end` keys of a tile as right blocks, one for each chunk of their numbers.
   template <typename KV>
   void pack_keys(const char* const* keys, int64_t end) {
-    for (int64_t c = 0; c < k_chunks_; ++c)
-      for (int64_t j = 0; j < end; j += L) {
-        transpose_keys<KV>(keys + j, c, k_dim_, k_ + c * RIGHT + j / L * PART);
+    for (int64_t c = 0; c < k_chunks_; ++c) {
+      const bool whole_group = std::is_same_v<KV, Int4> && (c + 1) * GROUP <= k_dim_;
+      for (int64_t j = 0; j < end; j += whole_group ? 2 * L : L) {
+        uint8_t* const to = k_ + c * RIGHT + j / L * PART;
+        whole_group ? transpose_int4_keys(keys + j, c, to) : transpose_keys<KV>(keys + j, c, k_dim_, to);
         tiles_.queue().fetch();
       }
+    }
   }
 
   // Arranges the first `end` values of a tile as right blocks. What is left in a block by others is multiplied by 0.
@@ -173,23 +189,22 @@ class IntAttentionHead : IntBlocks {
       }
   }
 
-  // Adds the products of chunk c of the query rows from `first` on with that of the tile's keys to the scores.
-  void add_scores(int64_t first, int64_t count, int64_t c) {
-    products_.template multiply<true>(query_block(0, first, c), k_ + c * RIGHT, count, products_of_[0]);
-    if (parts_ == 2)
-      products_.template multiply<true>(query_block(1, first, c), k_ + c * RIGHT, count, products_of_[1]);
+  // Adds to the scores the products of unit u of the query rows from `first` on with that of the tile's keys.
+  void add_scores(int64_t first, int64_t count, int64_t u) {
+    const uint8_t* const keys = k_ + u / 2 * RIGHT + u % 2 * (UNIT / 4) * DEPTH;
+    for (int64_t part = 0; part < parts_; ++part)
+      products_.template multiply<true, 1, 4>(query_block(part, first, u / 2) + u % 2 * UNIT, keys, count,
+                                              products_of_[part]);
     for (int64_t i = 0; i < count; ++i) {
-      const __m512 sum = _mm512_set1_ps(q_sums_[first + i][c]);
+      const __m512i shifted = _mm512_set1_epi32(q_sums_[first + i][u]);
       unroll<N>([&](auto j) {
         const int64_t at = i * TILE + j * L;
         __m512i integers = _mm512_load_si512(products_of_[0] + at);
         if (parts_ == 2)
           integers = _mm512_add_epi32(_mm512_slli_epi32(integers, 8), _mm512_load_si512(products_of_[1] + at));
-        const __m512 scale = _mm512_load_ps(k_scales_.scale[c] + j * L),
-                     zero = _mm512_load_ps(k_scales_.zero[c] + j * L);
-        const __m512 before = c == 0 ? _mm512_setzero_ps() : _mm512_load_ps(s_ + at);
-        const __m512 with_zero = _mm512_fmadd_ps(zero, sum, before);
-        _mm512_store_ps(s_ + at, _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(integers), with_zero));
+        const __m512 products = _mm512_cvtepi32_ps(_mm512_sub_epi32(integers, shifted));
+        const __m512 before = u == 0 ? _mm512_setzero_ps() : _mm512_load_ps(s_ + at);
+        _mm512_store_ps(s_ + at, _mm512_fmadd_ps(_mm512_load_ps(k_scales_.of[u] + j * L), products, before));
       });
     }
   }
@@ -212,40 +227,38 @@ class IntAttentionHead : IntBlocks {
     __m512 sum = _mm512_load_ps(weights_ + r * L);
     unroll<N>([&](auto j) { sum = _mm512_add_ps(sum, x[j]); });
     _mm512_store_ps(weights_ + r * L, sum);
-    for (int64_t c = 0; c < v_chunks_; ++c) store_weights(x, seen, r, c);
+    for (int64_t u = 0; u < 2 * v_chunks_; ++u) store_weights(x, seen, r % L, u);
   }
 
-  // Stores the weights of query row r, times the scales of chunk c of those values that it sees, as integers relative
-  // to the largest; adds the weighted zeros to those of the row.
-  void store_weights(const Raw (&x)[N], const __mmask16 (&seen)[N], int64_t r, int64_t c) {
+  // Stores the weights of a row, times the scales of unit u of those values that it sees, as integers relative to the
+  // largest. If a scale is NaN, so is the largest: as integers, the bits of NaN are above those of other numbers.
+  void store_weights(const Raw (&x)[N], const __mmask16 (&seen)[N], int64_t i, int64_t u) {
     constexpr float LEVELS = 255.f, TINY = 1e-30f;
     Raw scaled[N];
-    float* const zeros = zeros_ + (r * v_chunks_ + c) * L;
-    __m512 zero = _mm512_load_ps(zeros);
+    __m512i most = _mm512_setzero_si512();
     unroll<N>([&](auto j) {
-      scaled[j] = _mm512_maskz_mul_ps(seen[j], x[j], _mm512_load_ps(v_scales_.scale[c] + j * L));
-      zero = _mm512_mask3_fmadd_ps(x[j], _mm512_load_ps(v_scales_.zero[c] + j * L), zero, seen[j]);
+      scaled[j] = _mm512_maskz_mul_ps(seen[j], x[j], _mm512_load_ps(v_scales_.of[u] + j * L));
+      most = _mm512_max_epi32(most, (__m512i)_mm512_abs_ps(scaled[j]));
     });
-    _mm512_store_ps(zeros, zero);
-    const __m512 most = _mm512_max_ps(_mm512_max_ps(scaled[0], scaled[1]), _mm512_max_ps(scaled[2], scaled[3]));
-    const float largest = std::max(_mm512_reduce_max_ps(most), TINY);
-    w_scales_[c][r % L] = largest / LEVELS;
+    const float largest = std::max(std::bit_cast<float>(_mm512_reduce_max_epi32(most)), TINY);
+    w_scales_[u][i] = largest / LEVELS;
     const __m512 factor = _mm512_set1_ps(LEVELS / largest);
-    uint8_t* const to = w_ + c * LEFT + r % L * DEPTH;
+    uint8_t* const to = w_ + u * LEFT + i * DEPTH;
     unroll<N>([&](auto j) {
       const __m512i integers = _mm512_cvtps_epu32(_mm512_mul_ps(scaled[j], factor));
       _mm_store_si128(reinterpret_cast<__m128i*>(to + j * L), _mm512_cvtusepi32_epi8(integers));
     });
   }
 
-  // Adds the weighted values of chunk c to the sums of the query rows from `first` on.
-  void add_values(int64_t first, int64_t count, int64_t c) {
-    products_.template multiply<false>(w_ + c * LEFT, v_ + c * RIGHT, count, products_of_[0]);
+  // Adds unit u of the weighted values to the sums of the query rows from `first` on.
+  void add_values(int64_t first, int64_t count, int64_t u) {
+    products_.template multiply<false, 2, 2>(w_ + u * LEFT, v_ + u / 2 * RIGHT + u % 2 * 2 * PART, count,
+                                             products_of_[0]);
     for (int64_t i = 0; i < count; ++i) {
-      float* const to = values_ + (first + i) * width_ + c * COLUMNS;
-      const __m512 scale = _mm512_set1_ps(w_scales_[c][i]);
-      unroll<4>([&](auto n) {
-        const __m512 added = _mm512_cvtepi32_ps(_mm512_load_si512(products_of_[0] + i * COLUMNS + n * L));
+      float* const to = values_ + (first + i) * width_ + u * UNIT;
+      const __m512 scale = _mm512_set1_ps(w_scales_[u][i]);
+      unroll<2>([&](auto n) {
+        const __m512 added = _mm512_cvtepi32_ps(_mm512_load_si512(products_of_[0] + i * UNIT + n * L));
         _mm512_store_ps(to + n * L, _mm512_fmadd_ps(scale, added, _mm512_load_ps(to + n * L)));
       });
     }
@@ -259,7 +272,6 @@ class IntAttentionHead : IntBlocks {
       for (int64_t i = 0; i < n; i += L) _mm512_store_ps(sums + i, _mm512_mul_ps(_mm512_load_ps(sums + i), factor));
     };
     multiply(weights_ + r * L, L);
-    multiply(zeros_ + r * v_chunks_ * L, v_chunks_ * L);
     multiply(values_ + r * width_, width_);
   }
 
@@ -269,12 +281,11 @@ class IntAttentionHead : IntBlocks {
     const float total = _mm512_reduce_add_ps(_mm512_load_ps(weights_ + r * L));
     if (top_[r] == NO_SCORE && total == 0.f) return;  // skips a row that saw no key, unless its total is NaN
     float* const values = values_ + r * width_;
-    for (int64_t c = 0; c < v_chunks_; ++c) {
-      float* const chunk = values + c * COLUMNS;
-      restore_order(chunk);
-      const float zero = _mm512_reduce_add_ps(_mm512_load_ps(zeros_ + (r * v_chunks_ + c) * L));
-      for (int64_t d = 0; d < COLUMNS; ++d) chunk[d] += zero;
-    }
+    for (int64_t d = 0; d < width_; d += UNIT) restore_order(values + d);
+    const int64_t half =
+        kv_.v.format == at::kByte ? v_dim_ % GROUP / 2 : 0;  // of a short last group: see part_last_group
+    float* const last = values + v_dim_ / GROUP * GROUP;
+    std::copy_n(last + UNIT, half, last + half);
     sums.merge(r, top_[r] * LN2, total, values, width_);
   }
 
@@ -287,16 +298,16 @@ class IntAttentionHead : IntBlocks {
   Tiles tiles_;
   alignas(64) uint8_t q_[2 * ROWS * MAX_DIM];  // [parts][rows / 16][chunks][left block]
   alignas(64) uint8_t k_[MAX_CHUNKS * RIGHT], v_[MAX_CHUNKS * RIGHT];
-  alignas(64) uint8_t w_[MAX_CHUNKS * LEFT];  // weights of 16 rows
+  alignas(64) uint8_t w_[MAX_UNITS * LEFT];  // weights of 16 rows, by unit
   alignas(64) int32_t products_of_[2][L * COLUMNS];
   alignas(64) float s_[L * TILE];  // scores of 16 rows
   Scales k_scales_, v_scales_;
-  float w_scales_[MAX_CHUNKS][L];
-  float q_scales_[ROWS], q_sums_[ROWS][MAX_CHUNKS];  // the sums of a query's integers
+  float w_scales_[MAX_UNITS][L];
+  float q_scales_[ROWS];
+  int32_t q_sums_[ROWS][MAX_UNITS];  // of the integers of a query, times what is added to those of keys
   alignas(64) float values_[ROWS * MAX_DIM];
-  alignas(64) float weights_[ROWS * L];             // sums of the weights so far, one per vector lane, for each row
-  alignas(64) float zeros_[ROWS * MAX_CHUNKS * L];  // and of the weighted zeros
-  float top_[ROWS];                                 // of scores times log2(e)
+  alignas(64) float weights_[ROWS * L];  // sums of the weights so far, one per vector lane, for each row
+  float top_[ROWS];                      // of scores times log2(e)
   int64_t position_[ROWS];
 };
 

@@ -39,13 +39,14 @@ struct Bf16Blocks {
     }
   }
 
-  // Looks up the 32 numbers in a table of what the 16 integers of their group stand for, which is there twice, as an
+  // Looks up the 32 numbers in a table of what the 16 integers of half a group stand for, which is there twice, as an
   // index has 5 bits.
   static __m512i int4_numbers(const char* vector, int64_t c, int64_t dim) {
     const Int4Group group(vector, dim, c / 2);
-    if (group.size < GROUP) return last_int4_numbers(group, c % 2);
-    const __m512 integers = _mm512_cvtepi32_ps(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-    const __m512 values = _mm512_fmadd_ps(integers, _mm512_set1_ps(group.scale), _mm512_set1_ps(group.zero));
+    if (2 * group.half < GROUP) return last_int4_numbers(group, c % 2);
+    const __m512 integers =
+        _mm512_cvtepi32_ps(_mm512_setr_epi32(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
+    const __m512 values = _mm512_mul_ps(integers, _mm512_set1_ps(c % 2 ? group.second : group.first));
     const auto table = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(values, values));
     const __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(group.bytes)));
     return _mm512_permutexvar_epi16(c % 2 ? _mm512_srli_epi16(words, 4) : words, table);

@@ -125,5 +125,4 @@ class CpuDecoderLayers(DecoderLayers):
 
 def list_rotations(store: KVStore) -> tuple[bool, bool]:
     """Return whether the keys of a store are rotated, and whether its values are."""
-    formats = store.formats
-    return (False, False) if isinstance(formats, str) else (formats.k.rotated, formats.v.rotated)
+    return store.formats.k.rotated, store.formats.v.rotated

@@ -31,96 +31,94 @@ inline float scale_of(const char* from, int64_t n) {
 }
 
 // ---------------------------------------------------------------- int4
-constexpr int64_t GROUP = 64;  // numbers that share a scale and a zero
+constexpr int64_t GROUP = 64;  // numbers that share bytes; each half of them has a scale
 
 constexpr int64_t groups_of(int64_t dim) { return (dim + GROUP - 1) / GROUP; }
 
-// A scale and a zero as they are stored, as the halves of an integer, and as numbers.
-inline uint32_t scale_and_zero_of(const char* from, int64_t dim, int64_t group) {
+// The scales of a group's first half and of its second one, as they are stored: the halves of an integer.
+inline uint32_t scales_of(const char* from, int64_t dim, int64_t group) {
   uint32_t both;
   std::memcpy(&both, from + dim / 2 + group * sizeof(both), sizeof(both));
   return both;
 }
-inline float scale_in(uint32_t both) { return std::bit_cast<float>(both << 16); }
-inline float zero_in(uint32_t both) { return std::bit_cast<float>(both & 0xFFFF0000); }
+inline float first_in(uint32_t scales) { return std::bit_cast<float>(scales << 16); }
+inline float second_in(uint32_t scales) { return std::bit_cast<float>(scales & 0xFFFF0000); }
 
-// A group of a stored vector: byte j has number j in its low half, and number size / 2 + j in its high one.
+// A group of a stored vector: byte j has number j in its low half, and number `half` + j in its high one. A number is
+// worth (integer - 8) * scale.
 struct Int4Group {
   Int4Group(const char* from, int64_t dim, int64_t group)
-      : bytes(reinterpret_cast<const uint8_t*>(from) + group * GROUP / 2), size(std::min(GROUP, dim - group * GROUP)) {
-    const uint32_t both = scale_and_zero_of(from, dim, group);
-    scale = scale_in(both);
-    zero = zero_in(both);
+      : bytes(reinterpret_cast<const uint8_t*>(from) + group * GROUP / 2),
+        half(std::min(GROUP, dim - group * GROUP) / 2) {
+    const uint32_t scales = scales_of(from, dim, group);
+    first = first_in(scales);
+    second = second_in(scales);
   }
 
   const uint8_t* bytes;
-  int64_t size;
-  float scale, zero;
+  int64_t half;  // numbers
+  float first, second;
 };
 
 using Nibbles = int32_t __attribute__((vector_size(sizeof(Vec))));
 
 // Returns integers of 4 bits as the numbers that they stand for.
-inline Vec dequantize(Nibbles integers, Vec scale, Vec zero) {
-  return at::vec::fmadd(Vec(Raw(__builtin_convertvector(integers, Raw))), scale, zero);
+inline Vec dequantize(Nibbles integers, Vec scale) {
+  return Vec(Raw(__builtin_convertvector(integers - 8, Raw))) * scale;
 }
 
 inline void read_group(const Int4Group& from, float* to) {
   using Small = uint8_t __attribute__((vector_size(W)));
-  const int64_t half = from.size / 2;
   int64_t j = 0;
-  for (; j + W <= half; j += W) {
+  for (; j + W <= from.half; j += W) {
     Small small;
     std::memcpy(&small, from.bytes + j, sizeof(small));
     const Nibbles both = __builtin_convertvector(small, Nibbles);
-    dequantize(both & 15, Vec(from.scale), Vec(from.zero)).store(to + j);
-    dequantize(both >> 4, Vec(from.scale), Vec(from.zero)).store(to + half + j);
+    dequantize(both & 15, Vec(from.first)).store(to + j);
+    dequantize(both >> 4, Vec(from.second)).store(to + from.half + j);
   }
-  for (; j < half; ++j) {
-    to[j] = static_cast<float>(from.bytes[j] & 15) * from.scale + from.zero;
-    to[half + j] = static_cast<float>(from.bytes[j] >> 4) * from.scale + from.zero;
+  for (; j < from.half; ++j) {
+    to[j] = static_cast<float>((from.bytes[j] & 15) - 8) * from.first;
+    to[from.half + j] = static_cast<float>((from.bytes[j] >> 4) - 8) * from.second;
   }
 }
 
 // Reads one group of W vectors as columns of `to`, whose rows begin `ld` numbers apart. Eight numbers are transposed as
 // one of 32 bits and widened afterwards.
 inline void read_group_transposed(const char* const* from, int64_t dim, int64_t group, float* to, int64_t ld) {
-  float scale[W], zero[W];
+  float first[W], second[W];
   const uint8_t* bytes[W];
   for (int64_t i = 0; i < W; ++i) {
     const Int4Group each(from[i], dim, group);
-    scale[i] = each.scale;
-    zero[i] = each.zero;
+    first[i] = each.first;
+    second[i] = each.second;
     bytes[i] = each.bytes;
   }
   const int64_t half = std::min(GROUP, dim - group * GROUP) / 2;
   for (int64_t at = 0; at < half; at += 4 * W) {
     const int64_t count = std::min(4 * W, half - at);
     Raw block[W] = {};
-    if (count == GROUP / 2)  // a constant count is one move
-      unroll<W>([&](auto i) { std::memcpy(&block[i], bytes[i] + at, std::min<int64_t>(GROUP / 2, sizeof(Raw))); });
-    else
-      for (int64_t i = 0; i < W; ++i) std::memcpy(&block[i], bytes[i] + at, count);
+    for (int64_t i = 0; i < W; ++i) std::memcpy(&block[i], bytes[i] + at, count);
     transpose(block);
     for (int64_t u = 0; u < count / 4; ++u) {
       const auto eight = reinterpret_cast<Nibbles>(block[u]);
       float* const low = to + (at + 4 * u) * ld;
       unroll<4>([&](auto n) {
-        dequantize(eight >> 8 * n & 15, load(scale), load(zero)).store(low + n * ld);
-        dequantize(eight >> (8 * n + 4) & 15, load(scale), load(zero)).store(low + (half + n) * ld);
+        dequantize(eight >> 8 * n & 15, load(first)).store(low + n * ld);
+        dequantize(eight >> (8 * n + 4) & 15, load(second)).store(low + (half + n) * ld);
       });
     }
   }
 }
 
-// Rounds one group of n numbers to integers, stores these as n / 2 bytes, and returns its scale and zero.
-inline uint32_t write_group(const float* from, int64_t n, uint8_t* to) {
-  constexpr float TINY = 1e-30f;           // least divisor
-  constexpr uint32_t BROKEN = 0x7FC07FC0;  // NaN, twice
-  float numbers[GROUP];
-  std::fill(std::copy_n(from, n, numbers), numbers + GROUP, from[0]);
+// Rounds n numbers, half of a group, to integers of 4 bits, and returns their scale: by it the one of the largest
+// magnitude becomes -8, of two such numbers the negative one.
+inline at::BFloat16 round_half(const float* from, int64_t n, int32_t* to) {
+  constexpr float TINY = 1e-30f;  // least divisor
+  float numbers[GROUP / 2];
+  std::fill(std::copy_n(from, n, numbers), numbers + GROUP / 2, from[0]);
   Vec least = load(numbers), largest = least, nothing(0.f);  // a NaN or infinity times 0 is NaN
-  for (int64_t i = 0; i < GROUP; i += W) {
+  for (int64_t i = 0; i < GROUP / 2; i += W) {
     const Vec x = load(numbers + i);
     least = at::vec::minimum(least, x);
     largest = at::vec::maximum(largest, x);
@@ -128,21 +126,27 @@ inline uint32_t write_group(const float* from, int64_t n, uint8_t* to) {
   }
   const float low = reduce(least, [](const Vec& a, const Vec& b) { return at::vec::minimum(a, b); });
   const float high = reduce(largest, [](const Vec& a, const Vec& b) { return at::vec::maximum(a, b); });
-  const at::BFloat16 scale = (high - low) / 15.f, zero = low;
-  const float base = zero, step = scale;
-  if (!(sum(nothing) == 0.f && std::isfinite(step) && std::isfinite(base))) {
-    std::memset(to, 0, n / 2);
-    return BROKEN;
+  const at::BFloat16 scale = (high > -low ? high : low) / -8.f;
+  const float step = scale;
+  if (!(sum(nothing) == 0.f && std::isfinite(step))) {
+    std::fill_n(to, n, 8);
+    return std::numeric_limits<at::BFloat16>::quiet_NaN();
   }
-  int32_t integers[GROUP];
-  for (int64_t i = 0; i < GROUP; i += W) {
-    const Vec exact = (load(numbers + i) - Vec(base)) / Vec(std::max(step, TINY));
-    const Raw rounded = at::vec::clamp(exact.round(), Vec(0.f), Vec(15.f));
-    const Nibbles each = __builtin_convertvector(rounded, Nibbles);
-    std::memcpy(integers + i, &each, sizeof(each));
+  const Vec divisor(std::abs(step) > TINY ? step : TINY);
+  for (int64_t i = 0; i < n; i += W) {
+    const Vec integers = (load(numbers + i) / divisor).round() + Vec(8.f);
+    const Nibbles each = __builtin_convertvector(Raw(at::vec::clamp(integers, Vec(0.f), Vec(15.f))), Nibbles);
+    std::memcpy(to + i, &each, std::min<int64_t>(W, n - i) * sizeof(int32_t));
   }
-  for (int64_t i = 0; i < n / 2; ++i) to[i] = static_cast<uint8_t>(integers[i] | integers[n / 2 + i] << 4);
-  return static_cast<uint32_t>(zero.x) << 16 | scale.x;
+  return scale;
+}
+
+// Rounds a group of 2 n numbers, stores the integers as n bytes, and returns the scales of both halves.
+inline uint32_t write_group(const float* from, int64_t n, uint8_t* to) {
+  int32_t low[GROUP / 2], high[GROUP / 2];
+  const at::BFloat16 first = round_half(from, n, low), second = round_half(from + n, n, high);
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<uint8_t>(low[i] | high[i] << 4);
+  return static_cast<uint32_t>(second.x) << 16 | first.x;
 }
 
 // ---------------------------------------------------------------- all formats
@@ -209,8 +213,8 @@ inline void write_int8(const T* from, char* to, int64_t n) {
 inline void write_int4(const float* from, char* to, int64_t n) {
   for (int64_t g = 0; g < groups_of(n); ++g) {
     const int64_t first = g * GROUP, size = std::min(GROUP, n - first);
-    const uint32_t both = write_group(from + first, size, reinterpret_cast<uint8_t*>(to) + first / 2);
-    std::memcpy(to + n / 2 + g * sizeof(both), &both, sizeof(both));
+    const uint32_t scales = write_group(from + first, size / 2, reinterpret_cast<uint8_t*>(to) + first / 2);
+    std::memcpy(to + n / 2 + g * sizeof(scales), &scales, sizeof(scales));
   }
 }
 

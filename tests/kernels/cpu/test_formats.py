@@ -62,23 +62,25 @@ def rotate(x: Floats) -> Floats:
     return y * np.float32(size**-0.5)
 
 
-def quantize(x: Floats, rotated: bool) -> tuple[list[int], list[float], list[float]]:
-    """Return (bytes, scales, zeros) of a vector."""
+def quantize(x: Floats, rotated: bool) -> tuple[list[int], list[list[float]]]:
+    """Return (bytes, scales [groups, 2]) of a vector."""
     x = rotate(x) if rotated else x
-    numbers, scales, zeros = [], [], []
+    numbers, scales = [], []
     for group in np.split(x, range(GROUP, len(x), GROUP)):
-        with np.errstate(all="ignore"):
-            [scale], [zero] = to_bfloat16((group.max() - group.min()) / np.float32(15)), to_bfloat16(group.min())
-        if not np.isfinite([*group, scale, zero]).all():
-            scale, zero, integers = np.nan, np.nan, np.zeros(len(group), np.uint8)
-        else:
-            exact = (group - zero) / max(scale, np.float32(1e-30))
-            integers = np.clip(np.rint(exact), 0, 15).astype(np.uint8)
-        low, high = np.split(integers, 2)
+        (low, first), (high, second) = map(quantize_half, np.split(group, 2))
         numbers += (low | high << 4).tolist()
-        scales.append(scale)
-        zeros.append(zero)
-    return numbers, scales, zeros
+        scales.append([first, second])
+    return numbers, scales
+
+
+def quantize_half(x: Floats) -> tuple[NDArray[np.uint8], float]:
+    """Return (integers, scale) of half a group."""
+    extreme = x.max() if x.max() > -x.min() else x.min()
+    [scale] = to_bfloat16(extreme / np.float32(-8))
+    if not np.isfinite([*x, scale]).all():
+        return np.full(len(x), 8, np.uint8), np.nan
+    exact = x / (scale if abs(scale) > 1e-30 else np.float32(1e-30))
+    return np.clip(np.rint(exact) + 8, 0, 15).astype(np.uint8), float(scale)
 
 
 def hadamard(dim: int) -> Tensor:
@@ -116,13 +118,11 @@ def test_int4_has_the_bits_that_the_format_says(backend: str, dtype: torch.dtype
     block = int(case.at.table[case.at.table_row[0], 0])
     for given, plane in zip((case.k, case.v), case.store.planes(0), strict=True):
         assert plane.scale is not None
-        assert plane.zero is not None
         for token, head in product(range(len(vectors)), range(2)):
-            found = [part[block, head, token] for part in (plane.numbers, plane.scale, plane.zero)]
-            numbers, scales, zeros = quantize(given[0][token, head].float().numpy(), rotated)
-            assert found[0].tolist() == numbers
-            torch.testing.assert_close(found[1].double(), torch.tensor(scales).double(), rtol=0, atol=0, equal_nan=True)
-            torch.testing.assert_close(found[2].double(), torch.tensor(zeros).double(), rtol=0, atol=0, equal_nan=True)
+            numbers, scales = quantize(given[0][token, head].float().numpy(), rotated)
+            assert plane.numbers[block, head, token].tolist() == numbers
+            found = plane.scale[block, head, token].double()
+            torch.testing.assert_close(found, torch.tensor(scales).double(), rtol=0, atol=0, equal_nan=True)
 
 
 # -------------------------------------------------------------------- attention
@@ -132,17 +132,18 @@ def store_and_read(case: AttentionCase) -> None:
     for row in range(len(case.rows)):
         block, slot = case.at.locate(case.at.table_row[row], torch.arange(len(case.k[row])))
         for part, plane in zip((case.k, case.v), case.store.planes(0), strict=True):
-            numbers = [each[block, :, slot] for each in (plane.numbers, plane.scale, plane.zero) if each is not None]
-            part[row] = worth(*numbers, rotated=plane.format.rotated)
+            stored = [each[block, :, slot] for each in (plane.numbers, plane.scale) if each is not None]
+            part[row] = worth(*stored, rotated=plane.format.rotated)
 
 
-def worth(numbers: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, *, rotated: bool) -> Tensor:
+def worth(numbers: Tensor, scale: Tensor | None = None, *, rotated: bool) -> Tensor:
     """Return what stored vectors are worth, in float64."""
     x = numbers.double()
-    if zero is not None:
-        assert scale is not None
-        groups = [torch.cat((both & 15, both >> 4), -1) for both in numbers.split(GROUP // 2, -1)]
-        x = torch.cat([g * scale[..., [i]].double() + zero[..., [i]].double() for i, g in enumerate(groups)], -1)
+    if scale is not None and numbers.dtype is torch.uint8:
+        halves = [(both & 15, both >> 4) for both in numbers.split(GROUP // 2, -1)]
+        scales = scale.double().unbind(-2)  # by group
+        pairs = zip(halves, scales, strict=True)
+        x = torch.cat([(each.double() - 8) * by[..., [i]] for half, by in pairs for i, each in enumerate(half)], -1)
     elif scale is not None:
         x = x * scale[..., None].double()
     return x @ hadamard(x.shape[-1]) if rotated else x
@@ -198,12 +199,13 @@ def test_a_vector_that_is_not_finite_shows_where_it_is_seen_and_nowhere_else(
     case = make_case(backend, dtype, pair, spec, [CaseRow(100, 60)])
     case.write()
     [clean] = case.attend()
-    (case.k, case.v)[part][0][index, 0, 5] = torch.inf
+    number = 5
+    (case.k, case.v)[part][0][index, 0, number] = torch.inf
     case.write()
     [out] = case.attend()
     query = torch.arange(100, 160)
     sees = (index <= query) & (query < index + 30)
-    assert not out[sees].isfinite().any()
+    assert not out[sees][..., number].isfinite().any()
     assert torch.equal(out[~sees], clean[~sees])
 
 
