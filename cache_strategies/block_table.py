@@ -51,6 +51,9 @@ class TableOptions(Options):
     hadamard: bool = Field(
         True, description="rotate what is stored in int4, so that outliers do not cost its precision"
     )
+    center: bool = Field(
+        True, description="store keys in int8 and int4 minus their mean over a sample text, which attention ignores"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -71,6 +74,7 @@ def resolve_kv_formats(options: Options, geometry: Geometry) -> KVFormats:
     """
     rotated = getattr(options, "hadamard", True)
     k, v = (_resolve_kv_format(options, name, geometry.kv_dtype, rotated=rotated) for name in ("k_dtype", "v_dtype"))
+    k = k._replace(centered=centers_keys(options))
     dims_by_name = {
         "k_dtype": (k, {spec.head_dim for spec in geometry.layers}),
         "v_dtype": (v, {spec.v_head_dim for spec in geometry.layers}),
@@ -82,6 +86,11 @@ def resolve_kv_formats(options: Options, geometry: Geometry) -> KVFormats:
                 f"model has {', '.join(map(str, unsupported))}: use {name}=model"
             )
     return KVFormats(k, v)
+
+
+def centers_keys(options: Options) -> bool:
+    """Return whether keys are stored minus their mean (`LayerSpec.k_mean`)."""
+    return getattr(options, "k_dtype", "model") != "model" and getattr(options, "center", True)
 
 
 def _resolve_kv_format(options: Options, name: str, computed: torch.dtype, *, rotated: bool) -> KVFormat:

@@ -15,6 +15,11 @@ A format may be `rotated`: before it is rounded, a vector is multiplied by a Had
 over all of its numbers (QuaRot: Ashkboos et al. 2024, arXiv:2404.00456). Attention rotates queries alike, as products
 of rotated vectors are those of the vectors, and rotates its sums of rotated values back.
 
+Quantized keys may be `centered`: a fixed vector of the layer and head, the mean of its keys over some text
+(`LayerSpec.k_mean`), is subtracted before a key is rotated and rounded, which leaves smaller numbers to round ("smooth
+K" in SageAttention: Zhang et al. 2024, arXiv:2410.02367). Attention ignores it: a query's product with that vector adds
+the same to the scores of all keys, and softmax drops it. What reads the keys themselves adds it (`Plane.decode`).
+
 If a number is NaN or infinite, what is read of its vector (int8) or half of a group (int4) is NaN.
 """
 
@@ -40,6 +45,7 @@ class KVFormat(NamedTuple):
 
     dtype: torch.dtype  # of the numbers: a float dtype, torch.int8, or UINT4
     rotated: bool = False
+    centered: bool = False  # of quantized keys: minus `LayerSpec.k_mean`, in layers that have one
 
     @property
     def is_quantized(self) -> bool:
@@ -80,20 +86,28 @@ class KVFormats(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """Stored keys or values: those of one layer in all blocks, [blocks, H, block_size, D], or some of them [..., D]."""
+    """Stored keys or values: those of one layer in all blocks, [blocks, H, block_size, D], or some of them [..., D].
+
+    `encode` and `decode` are of vectors [..., H, D] of all heads of the layer, if there is a center.
+    """
 
     format: KVFormat
     numbers: Tensor  # [..., D]; of int4, bytes [..., D / 2]
     scale: Tensor | None = None  # of int8 [...]; of int4 [..., groups, 2]
+    center: Tensor | None = None  # [H, D] float32: what was subtracted from the vectors of each head; None: nothing
 
     @property
     def parts(self) -> list[Tensor]:
         """The tensors of which it consists."""
-        return [part for part in self[1:] if part is not None]
+        return [part for part in (self.numbers, self.scale) if part is not None]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Plane:
         """Return a plane with each part changed."""
-        return Plane(self.format, *map(change, self.parts))
+        return self._replace(numbers=change(self.numbers), scale=None if self.scale is None else change(self.scale))
+
+    def take_head(self, head: int) -> Plane:
+        """Return the plane with the center of one head, [1, D]: for blocks that hold a single head."""
+        return self if self.center is None else self._replace(center=self.center[head : head + 1])
 
     def select(self, index: Index) -> Plane:
         """Return copies of some vectors; the index is one into the dimensions before D."""
@@ -105,8 +119,14 @@ class Plane(NamedTuple):
         for part, new in zip(self.parts, vectors.parts, strict=True):
             part[index] = new
 
+    def encode(self, x: Tensor) -> Plane:
+        """Return vectors x [..., H, D] as this plane stores them."""
+        if self.center is None:
+            return self.format.encode(x)
+        return self.format.encode(x.float() - self.center)._replace(center=self.center)
+
     def read(self) -> Tensor:
-        """Return what the numbers are worth, [..., D]: rotated, if the format is; float32, if they are quantized."""
+        """Return what attention reads, [..., D]: rotated and centered as stored; float32, if they are quantized."""
         if self.scale is None:
             return self.numbers
         if self.format.dtype is UINT4:
@@ -114,8 +134,9 @@ class Plane(NamedTuple):
         return self.numbers.float() * self.scale[..., None]
 
     def decode(self) -> Tensor:
-        """Return the keys or values [..., D], rotated back; float32, if they are quantized."""
-        return hadamard(self.read()) if self.format.rotated else self.read()
+        """Return the keys or values [..., H, D], as they were before `encode`; float32, if they are quantized."""
+        vectors = hadamard(self.read()) if self.format.rotated else self.read()
+        return vectors if self.center is None else vectors + self.center
 
 
 def as_formats(formats: KVFormats | torch.dtype) -> KVFormats:

@@ -12,6 +12,7 @@ How a vector is stored is in kv_formats.py. A store may hold some layers of a mo
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -99,7 +100,7 @@ class KVStore:
         self.block_size = block_size
         self.formats = k, v = as_formats(formats)
         # of all numbers; None: keys and values differ in format, or are int4
-        self.dtype = k.dtype if k == v and k.dtype is not UINT4 else None
+        self.dtype = k.dtype if k[:2] == v[:2] and k.dtype is not UINT4 else None
         self.device = memory.memory.device
         self.split_heads = split_heads
         specs = dict(layers) if isinstance(layers, Mapping) else dict(enumerate(layers))
@@ -113,7 +114,7 @@ class KVStore:
         self.num_blocks = max(0, memory.pages - self.pages_per_block + 1)
         self._planes = {
             i: (
-                self._plane(k, self.k_offset(i), spec.num_kv_heads, spec.head_dim),
+                self._plane(k, self.k_offset(i), spec.num_kv_heads, spec.head_dim)._replace(center=self._center(spec)),
                 self._plane(v, self.v_offset(i), spec.num_kv_heads, spec.v_head_dim),
             )
             for i, spec in stored.items()
@@ -137,6 +138,24 @@ class KVStore:
             return Plane(format, view(torch.uint8, 0, dim // 2), scales.unflatten(-1, (-1, 2)))
         numbers = view(format.dtype, 0, dim)
         return Plane(format, numbers, view(SCALE, dim, 1)[..., 0]) if format.is_quantized else Plane(format, numbers)
+
+    def _center(self, spec: LayerSpec) -> Tensor | None:
+        """Return what is subtracted from the keys of a layer's heads, [H, D]; None: nothing."""
+        if spec.k_mean is None or not (self.formats.k.centered and self.formats.k.is_quantized):
+            return None
+        assert spec.ignores_shift
+        assert spec.k_mean.dtype is torch.float32
+        return spec.k_mean.to(self.device).contiguous()
+
+    def describe_formats(self) -> str:
+        """Return the formats as a text that differs between stores in which the same keys would be other bytes."""
+        centers = {i: self._planes[i][0].center for i in self.layers}
+        digest = hashlib.sha256()
+        for layer, center in centers.items():
+            if center is not None:
+                digest.update(f"{layer}\0".encode() + center.cpu().numpy().tobytes())
+        minus = "" if all(center is None for center in centers.values()) else f", minus {digest.hexdigest()[:16]}"
+        return f"keys: {self.formats.k}{minus}; values: {self.formats.v}"
 
     @property
     def blocks_per_token(self) -> int:
@@ -176,6 +195,10 @@ class KVStore:
     def v(self, layer: int) -> Tensor:
         """Return the numbers of a layer's values, [blocks, H, block_size, Dv], like `k`."""
         return self.planes(layer)[1].numbers
+
+    def k_center(self, layer: int) -> Tensor | None:
+        """Return what is subtracted from the keys of a layer, [H, D] float32 dense, also if blocks hold a head each."""
+        return self.planes(layer)[0].center
 
     def k_offset(self, layer: int) -> int:
         """Return the offset in bytes of a layer's keys, which come first, from the start of a block."""

@@ -27,6 +27,14 @@ class LayerSpec(NamedTuple):
     rotate: Callable[[Tensor, Tensor], Tensor] | None = (
         None  # (x [N,H,D], delta [N]) -> x, rotated (RoPE) by `delta` further positions
     )
+    # [H, D] float32, about the mean of the layer's keys, which quantized keys are stored without (kv_formats.py). None:
+    # unknown; layers with a softcap or sink logits must have none, as a shift of all scores changes their result
+    k_mean: Tensor | None = None
+
+    @property
+    def ignores_shift(self) -> bool:
+        """Whether attention stays the same if a number is added to all scores of a query."""
+        return not self.softcap and self.sink_logits is None
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)

@@ -139,7 +139,10 @@ class CompressedMemory:
 
     def read_keys(self, sequence: CompressedState, number: int, layer: int, column: int) -> Tensor:
         """Return the keys [S,H,D] of a sequence in a layer, or of one of its split heads (H = 1)."""
-        return self._read(self.stores[number].planes(layer)[0], sequence, number, column)
+        plane, _ = self.stores[number].planes(layer)
+        if self.groups[number].split_heads:
+            plane = plane.take_head(column)
+        return self._read(plane, sequence, number, column)
 
     def read_values(self, sequence: CompressedState, number: int, layer: int, column: int) -> Tensor:
         """Return the values [S,H,Dv] of a sequence in a layer, or of one of its split heads (H = 1)."""
@@ -149,6 +152,6 @@ class CompressedMemory:
         kept = sequence.groups[number]
         count = kept.counts[column] + sequence.num_new
         blocks = torch.tensor(kept.blocks[column][: -(-count // self.block_size)], device=plane.numbers.device)
-        numbers = plane.select(blocks).decode()  # [blocks, H, block_size, dim]
+        numbers = plane.select(blocks).map(lambda part: part.transpose(1, 2)).decode()  # [blocks, block_size, H, dim]
         # by head in memory, as scorers read them
-        return numbers.transpose(0, 1).flatten(1, 2)[:, :count].transpose(0, 1)
+        return numbers.movedim(2, 0).flatten(1, 2)[:, :count].transpose(0, 1)

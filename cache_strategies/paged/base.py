@@ -96,7 +96,8 @@ class PagedBase(BlockTableCache[PagedState]):
         self.pending = PendingBlocks[PagedState]()
         self.pinned = Pins(setup.clock)
         self.ttl = math.inf if options.ttl is None else options.ttl
-        self.hasher = BlockHasher(self.block_size, f"{setup.name}\0{self.store.formats}\0{setup.model}")
+        formats = "; ".join(store.describe_formats() for store in dict.fromkeys(self.stores))
+        self.hasher = BlockHasher(self.block_size, f"{setup.name}\0{formats}\0{setup.model}")
         self.promised: set[int] = set()  # pending blocks that are fully computed after this step, until the next poll()
         self.copies = BlockCopies(self.pool, self._block_metrics, self._stores_by_group)
         self.windowed = WindowedBlocks(self.layout, self.pool, self.pending, self.copies, self.table, self.block_bytes)

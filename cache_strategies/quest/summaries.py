@@ -2,7 +2,8 @@
 
 They lie behind the keys and values of a block of one KV head, [2, D] for each layer in which queries select, and are
 shared, copied and freed with it. They have the dtype in which keys are read (float32 for quantized ones), so nothing is
-rounded and what they bound stays bounded. Which blocks have a summary is known on the host.
+rounded and what they bound stays bounded. Those of centered keys are of what is stored, without the center: it would
+add the same to the bounds of all blocks. Which blocks have a summary is known on the host.
 """
 
 from __future__ import annotations

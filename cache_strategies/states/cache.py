@@ -235,7 +235,7 @@ class StateCache(KVCache[StateSequence]):
             self._hasher, self.interval = None, options.interval
         else:
             size = LEAST_BLOCK if size == 1 else size
-            formats = "; ".join(str(store.formats) for store in self.stores)
+            formats = "; ".join(store.describe_formats() for store in self.stores)
             self._hasher = BlockHasher(size, f"{setup.name}\0states\0{[*map(list, layers)]}\0{formats}\0{setup.model}")
             self.interval = -(-options.interval // size) * size
         self.sequences: set[StateSequence] = set()

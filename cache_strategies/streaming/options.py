@@ -76,6 +76,7 @@ class KeptSizes(NamedTuple):
             k_dtype=options.k_dtype,
             v_dtype=options.v_dtype,
             hadamard=options.hadamard,
+            center=options.center,
         )
 
 

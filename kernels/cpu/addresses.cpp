@@ -119,6 +119,13 @@ void expect_plane(const char* operation, const Plane& plane, int64_t heads, int6
                     " heads of ", plane.dim, " in blocks of ", plane.block_size);
 }
 
+const float* centers_of(const char* operation, const std::optional<Tensor>& centers, int64_t heads, int64_t dim) {
+  if (!centers) return nullptr;
+  expect(operation, "the centers of keys", *centers, only(at::kFloat), {heads, dim});
+  TORCH_CHECK_VALUE(centers->is_contiguous(), operation, ": the centers of keys must be dense");
+  return centers->const_data_ptr<float>();
+}
+
 void expect_plane_tensor(const char* operation, const char* name, const Tensor& t, Types types) {
   expect(operation, name, t, types, {ANY, SOME, SOME, SOME});
   TORCH_CHECK_VALUE(t.scalar_type() != at::kByte || vector_dim(t) % 8 == 0, operation, ": ", name,

@@ -83,12 +83,15 @@ struct Plane {
         head_stride(t.stride(1) * t.itemsize()), vector_stride(t.stride(2) * t.itemsize()) {}
 
   char* head(int64_t h) const { return bytes + h * head_stride; }
+  // Returns what is subtracted from the vectors of a head of the layer before they are stored; null: nothing.
+  const float* center(int64_t h) const { return centers == nullptr ? nullptr : centers + h * dim; }
 
   char* bytes;
   at::ScalarType format;
   bool rotated;  // whether vectors are rotated before they are stored
   int64_t heads, dim, block_size;
   int64_t block_stride, head_stride, vector_stride;  // bytes
+  const float* centers = nullptr;                    // [heads of the layer, dim]; null: there are none
 };
 
 // Throws unless the addresses of a step have the right types and fit each other, its rows have at most `tokens` tokens,
@@ -99,6 +102,8 @@ void expect_rows(const char* operation, const Addresses& at, int64_t split_heads
 void expect_plane_tensor(const char* operation, const char* name, const at::Tensor& t, Types types = KV_TYPES);
 // Throws unless the tensors are the planes of one layer, of these types.
 void expect_planes(const char* operation, const at::Tensor& k, const at::Tensor& v, Types types = KV_TYPES);
+// Returns the centers of a layer's keys, null if there are none. Throws unless they have these sizes, and are dense.
+const float* centers_of(const char* operation, const std::optional<at::Tensor>& centers, int64_t heads, int64_t dim);
 // Throws unless a plane has this number of heads, this dimension and this block size.
 void expect_plane(const char* operation, const Plane& plane, int64_t heads, int64_t dim, int64_t block_size);
 

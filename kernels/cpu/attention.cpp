@@ -28,7 +28,7 @@ void write_token(const Plane& k_plane, const Plane& v_plane, const Rows& rows, i
     const int64_t block = rows.blocks(row, h)[slot / rows.layout.block_size];
     const auto into = [&](const Plane& plane, Heads<const char> x) {
       char* const to = plane.head(rows.head_in_block(h)) + block * plane.block_stride + at * plane.vector_stride;
-      write_vector(x.at<T>(token, h), plane.format, plane.rotated, to, plane.dim, scratch.data());
+      write_vector(x.at<T>(token, h), plane.format, plane.center(h), plane.rotated, to, plane.dim, scratch.data());
     };
     into(k_plane, k);
     into(v_plane, v);
@@ -171,13 +171,16 @@ Heads<Byte> heads(const Tensor& x) {
 // Returns the number of heads whose addresses differ; 0 if all heads of a token are in one block.
 int64_t split_heads_of(const Tensor& start, int64_t heads) { return start.dim() == 2 ? heads : 0; }
 
-void write_kv(const Tensor& k_plane, const Tensor& v_plane, bool k_rotated, bool v_rotated, const Tensor& k,
-              const Tensor& v, const Tensor& table, const Tensor& table_row, const Tensor& q_start, const Tensor& start,
+void write_kv(const Tensor& k_plane, const Tensor& v_plane, bool k_rotated, bool v_rotated,
+              const std::optional<Tensor>& k_center, const Tensor& k, const Tensor& v, const Tensor& table,
+              const Tensor& table_row, const Tensor& q_start, const Tensor& start,
               const std::optional<Tensor>& window_start, int64_t block_size, int64_t sinks, int64_t ring,
               int64_t num_decode, int64_t max_q, int64_t max_kv) {
   expect_planes("write_kv", k_plane, v_plane);
-  const Plane keys(k_plane, k_rotated), values(v_plane, v_rotated);
+  Plane keys(k_plane, k_rotated);
+  const Plane values(v_plane, v_rotated);
   expect("write_kv", "k", k, FLOATS, {ANY, SOME, keys.dim});
+  keys.centers = centers_of("write_kv", k_center, k.size(1), keys.dim);
   expect("write_kv", "v", v, only(k.scalar_type()), {k.size(0), k.size(1), values.dim});
   const int64_t heads_split = split_heads_of(start, k.size(1));
   const Addresses addresses{
@@ -256,10 +259,9 @@ void check_slots(const Tensor& k_plane, int64_t kv_heads, const Tensor& table, c
 
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.def(
-      "write_kv(Tensor(a!) k_plane, Tensor(b!) v_plane, bool k_rotated, bool v_rotated, Tensor k, Tensor v, Tensor "
-      "table, Tensor table_row, "
-      "Tensor q_start, Tensor start, Tensor? window_start, int block_size, int sinks, int ring, int num_decode, int "
-      "max_q, int max_kv) -> ()",
+      "write_kv(Tensor(a!) k_plane, Tensor(b!) v_plane, bool k_rotated, bool v_rotated, Tensor? k_center, "
+      "Tensor k, Tensor v, Tensor table, Tensor table_row, Tensor q_start, Tensor start, Tensor? window_start, int "
+      "block_size, int sinks, int ring, int num_decode, int max_q, int max_kv) -> ()",
       &kvmux::write_kv);
   library.def(
       "check_slots(Tensor k_plane, int kv_heads, Tensor table, Tensor table_row, Tensor q_start, Tensor start, "

@@ -178,7 +178,7 @@ class CpuOps(ReferenceOps):
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         planes = store.k(layer), store.v(layer)
-        self._library.write_kv(*planes, *list_rotations(store), k, v, *_address_arguments(at))
+        self._library.write_kv(*planes, *list_rotations(store), store.k_center(layer), k, v, *_address_arguments(at))
 
     def attend(
         self,

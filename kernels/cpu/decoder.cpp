@@ -15,17 +15,26 @@ namespace {
 
 using at::Tensor;
 
+// Tensors that may be missing: None in Python.
+using OptionalTensors = c10::List<std::optional<Tensor>>;
+
 // The keys and values of one store, for torch. Like all types that are registered with torch, it has internal linkage,
 // as libraries for several instruction sets may be loaded together.
 struct StorePlanes : torch::CustomClassHolder {
-  // Takes the keys and the values of those layers whose numbers are `layers`, and whether they are rotated.
+  // Takes the keys and the values of those layers whose numbers are `layers`, whether they are rotated, and the centers
+  // of the keys of each layer, if it has any.
   StorePlanes(const std::vector<Tensor>& keys, const std::vector<Tensor>& values, const std::vector<int64_t>& layers,
-              bool k_rotated, bool v_rotated)
-      : tensors{keys, values} {
+              bool k_rotated, bool v_rotated, const OptionalTensors& k_centers)
+      : tensors{keys, values}, centers(k_centers.vec()) {
     TORCH_CHECK_VALUE(keys.size() == values.size() && keys.size() == layers.size() && !keys.empty(),
                       "forward_layers: keys and values of other layers");
     add("the keys' memory", keys, k_rotated, planes.keys);
     add("the values' memory", values, v_rotated, planes.values);
+    TORCH_CHECK_VALUE(centers.size() == keys.size(), "forward_layers: centers of keys of other layers");
+    for (size_t i = 0; i < centers.size(); ++i) {
+      Plane& plane = planes.keys[i];
+      if (centers[i]) plane.centers = centers_of("forward_layers", centers[i], SOME, plane.dim);
+    }
     planes.index.resize(*std::ranges::max_element(layers) + 1, -1);
     for (size_t i = 0; i < layers.size(); ++i) planes.index.at(layers[i]) = i;
   }
@@ -39,11 +48,9 @@ struct StorePlanes : torch::CustomClassHolder {
   }
 
   const std::vector<Tensor> tensors[2];
+  const std::vector<std::optional<Tensor>> centers;  // by plane
   Planes planes;
 };
-
-// Tensors that may be missing: None in Python.
-using OptionalTensors = c10::List<std::optional<Tensor>>;
 
 // The arguments of a step, as Python passes them. A location is where one strategy keeps its keys in some layers.
 struct StepArguments {
@@ -195,7 +202,8 @@ void Layers::expect_layer(const Layer& l) const {
 
 // Returns where a slice of `tokens` tokens keeps its keys in some layers, with the attention plans of these layers.
 const Location* Layers::location(size_t number, const std::vector<size_t>& layers, int64_t tokens) {
-  const Planes& planes = arguments_.planes[number]->planes;
+  const StorePlanes& stored = *arguments_.planes[number];
+  const Planes& planes = stored.planes;
   const int64_t* numbers = &arguments_.numbers[NUMBERS * number];
   const auto* tensors = &arguments_.addresses[TENSORS * number];
   for (size_t i = 0; i < WINDOW_START; ++i) TORCH_CHECK_VALUE(tensors[i], "forward_layers: addresses are missing");
@@ -213,10 +221,12 @@ const Location* Layers::location(size_t number, const std::vector<size_t>& layer
     for (const Plane* plane : {&planes.k(i), &planes.v(i)})
       expect_plane("forward_layers", *plane, is_split ? 1 : layers_[i].kv_heads, layers_[i].head_dim,
                    numbers[BLOCK_SIZE]);
+    expect("forward_layers", "the centers of keys", stored.centers[planes.index[i]], only(at::kFloat),
+           {layers_[i].kv_heads, SOME});
     TORCH_CHECK_VALUE(!is_split || at.start.size(1) == layers_[i].kv_heads, "forward_layers: addresses of ",
                       at.start.size(1), " heads in a layer of ", layers_[i].kv_heads);
   }
-  const int64_t blocks = arguments_.planes[number]->tensors[0][0].size(0);
+  const int64_t blocks = stored.tensors[0][0].size(0);
   expect_rows("forward_layers", at, is_split ? layers_[layers[0]].kv_heads : 0, blocks, tokens);
   const int64_t rows = at.start.size(0);
   TORCH_CHECK_VALUE(at.q_start.const_data_ptr<int32_t>()[rows] == tokens,
@@ -331,7 +341,8 @@ int64_t Layers::run_step() {
 
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.class_<kvmux::StorePlanes>("Planes").def(
-      torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<int64_t>, bool, bool>());
+      torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<int64_t>, bool, bool,
+                  kvmux::OptionalTensors>());
   library.class_<kvmux::Layers>("Layers")
       .def(torch::init<const at::Tensor&>())
       .def("add", &kvmux::Layers::add)

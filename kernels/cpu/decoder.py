@@ -116,10 +116,9 @@ class CpuDecoderLayers(DecoderLayers):
 
     def _get_planes(self, store: KVStore) -> Any:
         if store not in self._planes:
-            layers = store.layers
-            self._planes[store] = self._library.Planes(
-                [store.k(i) for i in layers], [store.v(i) for i in layers], list(layers), *list_rotations(store)
-            )
+            layers = list(store.layers)
+            k, v, centers = ([get(i) for i in layers] for get in (store.k, store.v, store.k_center))
+            self._planes[store] = self._library.Planes(k, v, layers, *list_rotations(store), centers)
         return self._planes[store]
 
 

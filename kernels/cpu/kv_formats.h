@@ -227,17 +227,21 @@ inline void write_vector(const T* from, char* to, int64_t n) {
     convert(from, reinterpret_cast<KV*>(to), n);
 }
 
-// Stores a key or value of n numbers in a format, rotated first if the format is; `scratch` has n numbers.
+// Stores a key or value of n numbers in a format. `center` is subtracted first, unless it is null; then the vector is
+// rotated, if the format is. `scratch` has n numbers.
 template <typename T>
-inline void write_vector(const T* from, at::ScalarType format, bool rotated, char* to, int64_t n, float* scratch) {
-  if (!rotated && format != at::kByte)
+inline void write_vector(const T* from, at::ScalarType format, const float* center, bool rotated, char* to, int64_t n,
+                         float* scratch) {
+  if (center == nullptr && !rotated && format != at::kByte)
     return with_kv_type(format, [&](auto of_kv) {
       if constexpr (!std::is_same_v<decltype(of_kv), Int4>) write_vector<decltype(of_kv)>(from, to, n);
     });
   to_float(from, scratch, n);
+  if (center != nullptr)
+    for (int64_t i = 0; i < n; ++i) scratch[i] -= center[i];
   if (rotated) rotate(scratch, n);
   if (format == at::kByte) return write_int4(scratch, to, n);
-  write_vector(scratch, format, false, to, n, scratch);
+  write_vector(scratch, format, nullptr, false, to, n, scratch);
 }
 
 }  // namespace kvmux

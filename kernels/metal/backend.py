@@ -62,7 +62,8 @@ class MetalOps(ReferenceOps):
         return FORMATS
 
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, formats: KVFormats) -> None:
-        if dtype in KERNEL_DTYPES and formats in (as_formats(dtype), as_formats(torch.int8)):
+        plain = formats._replace(k=formats.k._replace(centered=False))
+        if dtype in KERNEL_DTYPES and plain in (as_formats(dtype), as_formats(torch.int8)):
             for spec in layers:
                 self._attention.prepare(spec, dtype, formats.k.dtype)
 
@@ -213,6 +214,8 @@ class MetalOps(ReferenceOps):
         if not has_kernel_dtype(k, v) or store.dtype not in (k.dtype, torch.int8):
             return super().write_kv(store, layer, k, v, at)
         reference.check_write_kv(store, layer, k, v)
+        if (center := store.k_center(layer)) is not None:
+            k, v = k.float() - center, v.float()
         self._addresses.check("write_kv", at, store, len(k))
         tensors = (typed_memory(store), k, v, *slot_tensors(at))
         check_same_device(*tensors)
@@ -226,7 +229,7 @@ class MetalOps(ReferenceOps):
         return None
 
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, indices: Tensor) -> tuple[Tensor, Tensor]:
-        if store.dtype not in (*KERNEL_DTYPES, torch.int8):
+        if store.dtype not in (*KERNEL_DTYPES, torch.int8) or store.k_center(layer) is not None:
             return super().gather(store, layer, at, row, indices)
         self._addresses.check("gather", at, store)
         reference.check_gather(store, layer, at, row, indices)

@@ -155,7 +155,7 @@ class ReferenceOps(CompositeOps):
             self._writes[at] = _compute_write_index(at)
         tokens, block, slot = self._writes[at]
         for new, plane in zip((k, v), store.planes(layer), strict=True):
-            plane.write((block, _list_heads(plane), slot), plane.format.encode(new[tokens]))
+            plane.write((block, _list_heads(plane), slot), plane.encode(new[tokens]))
 
     def attend(
         self,

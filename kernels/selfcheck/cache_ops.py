@@ -19,6 +19,12 @@ from kernels.selfcheck.op_info import ATTENTION, EXACT, OpInfo, Samples, random_
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
+
+def _draw_mean(heads: int, dim: int) -> Tensor:
+    """Return a mean of keys [H, D]."""
+    return 2 * torch.randn(heads, dim, generator=torch.Generator().manual_seed(0))
+
+
 CASES = (
     (LayerSpec(2, 8, 16, 16, scale=0.25), Layout(300)),
     (LayerSpec(2, 14, 8, 24, scale=0.35), Layout(16, sinks=4, ring=61)),
@@ -33,6 +39,11 @@ QUANTIZED = (
     (LayerSpec(2, 6, 64, 96, scale=0.125), Layout(16, sinks=4, ring=61), INT8, INT4),
     (LayerSpec(1, 2, 128, 64, scale=0.1), Layout(16, dropped=True, split_heads=True), INT4, None),
     (LayerSpec(2, 2, 96, 128, scale=0.1), Layout(300), None, KVFormat(UINT4)),
+    (LayerSpec(2, 6, 80, 64, scale=0.1, k_mean=_draw_mean(2, 80)), Layout(16), INT4._replace(centered=True), INT4),
+    (
+        *(LayerSpec(2, 4, 32, 32, scale=0.2, k_mean=_draw_mean(2, 32)), Layout(16, dropped=True, split_heads=True)),
+        *(INT8._replace(centered=True), INT8),
+    ),
 )
 ROWS = (CaseRow(0, 1), CaseRow(200, 1), CaseRow(-1, 1), CaseRow(0, 9), CaseRow(187, 6), CaseRow(-1, 4))
 # Rows of one token with so long a past that a backend may split their sequences.
@@ -49,7 +60,8 @@ def _cases(writer: Ops, dtype: torch.dtype, device: torch.device) -> Iterator[tu
 
 
 def _to_device(device: torch.device, spec: LayerSpec) -> LayerSpec:
-    return spec if spec.sink_logits is None else spec._replace(sink_logits=spec.sink_logits.to(device))
+    logits, mean = (None if each is None else each.to(device) for each in (spec.sink_logits, spec.k_mean))
+    return spec._replace(sink_logits=logits, k_mean=mean)
 
 
 def _write_kv_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:

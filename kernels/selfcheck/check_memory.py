@@ -57,7 +57,7 @@ def _iter_faults(
         heads = _count_tables(store, layer)
         where = indices[:, None].repeat(1, heads) if store.split_heads else indices
         gathered = ops.gather(store, layer, read_at(heads), 0, where)
-        kept = (format.encode(each).decode() for format, each in zip(store.formats, kv, strict=True))
+        kept = (plane.encode(each).decode() for plane, each in zip(store.planes(layer), kv, strict=True))
         pairs = [(ours.to(dtype), theirs.to(dtype)) for ours, theirs in zip(gathered, kept, strict=True)]
         if not all(torch.equal(*pair) for pair in pairs):
             differs = torch.stack([(ours != theirs).flatten(1).any(1) for ours, theirs in pairs]).any(0)

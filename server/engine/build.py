@@ -17,6 +17,7 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.base import KVCache
+from cache_strategies.block_table import centers_keys
 from cache_strategies.memory import Memory, make_memory
 from cache_strategies.registry import DeclaredInstance
 from cache_strategies.spaces import find_space
@@ -29,6 +30,7 @@ from kernels.device import Device, KernelsMissing, get_device
 from kernels.ops import Ops
 from kernels.selfcheck.check_memory import find_memory_fault
 from kernels.tracing import Tracer, trace_ops
+from kernels.types import LayerSpec
 from server.engine.calls import CallObserver
 from server.engine.core import Core
 from server.engine.device import (
@@ -45,6 +47,7 @@ from server.engine.grammar.compiler import GrammarCompiler
 from server.engine.grammar.waiting import WaitingForGrammars
 from server.engine.isolation.fallbacks import Fallbacks
 from server.engine.isolation.isolation import Isolation
+from server.engine.key_means import add_key_means
 from server.engine.model_runner import ModelRunner
 from server.engine.request_factory import RequestFactory
 from server.engine.rollout_link import RolloutLink
@@ -111,7 +114,7 @@ def build_engine(
     model = _load_model(settings, directory, ops, dtype, device.tensors, max_seq_len)
     max_num_batched_tokens = choose_max_batched_tokens(settings.max_num_batched_tokens, device)
     geometry = Geometry(
-        layers=model.layer_specs,
+        layers=_choose_layer_specs(model, instances, max_seq_len),
         kv_dtype=dtype,
         max_seats=settings.max_num_seqs,
         max_seq_len=max_seq_len,
@@ -154,6 +157,13 @@ def build_engine(
     return Engine(
         settings, name, aliases, directory, core, shadows, rollouts, grammars, instances, device, kernels, max_seq_len
     )
+
+
+def _choose_layer_specs(model: Model, instances: Sequence[DeclaredInstance], max_seq_len: int) -> Sequence[LayerSpec]:
+    """Return the model's layers; with the means of their keys, if an instance stores keys without these."""
+    if any(centers_keys(each.options) for each in instances):
+        return add_key_means(model, max_seq_len)
+    return model.layer_specs
 
 
 def _make_kv_memory(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from config.settings import StrategySettings
 from kernels.types import LayerSpec
 from plugin_kit.driver.reference import attention, visible_keys
 from plugin_kit.driver.steps import step
-from plugin_kit.driver.texts import MODEL, random_text
+from plugin_kit.driver.texts import MODEL, RandomText, random_text
 from plugin_kit.driver.visible import check_last_queries
 from tests.contract.harness import World, every_instance
 from tests.contract.kinds import installed
@@ -63,13 +64,15 @@ def hadamard_matrix(dim: int) -> NDArray[np.float64]:
     return np.kron(np.eye(dim // size), matrix) / size**0.5
 
 
-def check_what_is_left(name: str, found: Tensor, computed: Tensor, *, hadamard: bool) -> None:
-    """Check that vectors found [..., D] are the computed ones, rounded as the format says."""
-    x, left = computed.double().numpy(), found.double().numpy()
+def check_what_is_left(
+    name: str, found: Tensor, computed: Tensor, *, hadamard: bool, center: Tensor | float = 0.0
+) -> None:
+    """Check that vectors found [..., H, D] are the computed ones, without their center rounded as the format says."""
+    x, left = ((each.double() - center).numpy() for each in (computed, found))
     if name == "model":
         assert torch.equal(found, computed)
     elif name == "int8":
-        assert torch.equal(found, what_is_left(computed))
+        assert torch.equal(found, what_is_left(computed.float() - center) + center)
     else:
         turn = hadamard_matrix(x.shape[-1]) if hadamard else np.eye(x.shape[-1])
         x, left = x @ turn, left @ turn
@@ -78,23 +81,32 @@ def check_what_is_left(name: str, found: Tensor, computed: Tensor, *, hadamard: 
             for begin in (first, first + group // 2):
                 half, kept = (each[..., begin : begin + group // 2] for each in (x, left))
                 width = np.abs(half).max(-1, keepdims=True) / 8
-                # Half a step, a whole one at the end that has no integer of its own, and what bfloat16 takes of the scale
+                # Half a step, a whole one at the end that has no integer, and what bfloat16 takes of the scale
                 error, steps = np.abs(kept - half) / width, np.abs(kept / width)
                 assert (error <= 0.5 + 0.04 + 0.5 * (np.abs(half / width) > 7.46)).all()
                 assert (np.abs(steps - np.rint(steps)) < 0.04).all(), "no multiple of a step"
                 assert (steps.max(-1) > 7.95).all(), "the largest magnitude is kept"
 
 
+@pytest.mark.parametrize("mean", [0.0, 3.0], ids=["", "centered"])
 @pytest.mark.parametrize("hadamard", [True, False], ids=["hadamard", "plain"])
 @dtypes
 @formats
 @kinds
 def test_attention_is_over_what_is_left_of_keys_and_values(
-    kind: str, formats: tuple[str, str], dtype: torch.dtype, tolerance: float, hadamard: bool, rng: random.Random
+    kind: str,
+    formats: tuple[str, str],
+    dtype: torch.dtype,
+    tolerance: float,
+    hadamard: bool,
+    mean: float,
+    rng: random.Random,
 ) -> None:
     if not hadamard and "int4" not in formats:
         return
-    world = World({"it": quantized(kind, formats, hadamard=hadamard)}, layers=LAYERS, dtype=dtype)
+    means = [mean * torch.randn(spec.num_kv_heads, spec.head_dim) for spec in LAYERS]
+    layers = [spec._replace(k_mean=each) for spec, each in zip(LAYERS, means, strict=True)] if mean else LAYERS
+    world = World({"it": quantized(kind, formats, hadamard=hadamard)}, layers=layers, dtype=dtype)
     text = random_text(rng.randrange(99), 70, LAYERS, dtype)
     reading = world.open("it", text)
     stored = [(k.double(), v.double()) for k, v in zip(text.k, text.v, strict=True)]
@@ -105,14 +117,41 @@ def test_attention_is_over_what_is_left_of_keys_and_values(
         for layer, spec in enumerate(LAYERS):
             k, v, positions = result.keys[0][layer]
             own = positions.long()
-            for name, found, computed, kept in zip(
-                formats, (k, v), (text.k[layer], text.v[layer]), stored[layer], strict=True
+            center = means[layer] if formats[0] != "model" else torch.zeros(())
+            for name, found, computed, kept, minus in zip(
+                formats, (k, v), (text.k[layer], text.v[layer]), stored[layer], (center, 0.0), strict=True
             ):
-                check_what_is_left(name, found, computed[own], hadamard=hadamard)
+                check_what_is_left(name, found, computed[own], hadamard=hadamard, center=minus)
                 kept[own] = found.double()
             mask = visible_keys(spec, end, KEEPS[kind](world.caches["it"].options))[start:end]
             want = attention(text.q[layer][start:end], stored[layer][0][:end], stored[layer][1][:end], spec, mask)
             assert (result.outs[0][layer].double() - want).abs().max() < tolerance
+
+
+@formats
+@kinds
+def test_what_all_keys_have_in_common_costs_nothing_if_it_is_known(
+    kind: str, formats: tuple[str, str], rng: random.Random
+) -> None:
+    """The same bits come of keys as of keys with a large vector added; without a center, hardly anything is left."""
+    means = [1000.0 * torch.randn(spec.num_kv_heads, spec.head_dim).sign() for spec in LAYERS]
+    centered = [spec._replace(k_mean=each) for spec, each in zip(LAYERS, means, strict=True)]
+    text = random_text(rng.randrange(99), 40, LAYERS)
+    text = replace(text, k=[(64 * each).round() / 64 for each in text.k])  # sums with the mean are exact
+    added = replace(text, k=[each + mean for each, mean in zip(text.k, means, strict=True)])
+
+    def attend(added_to: RandomText, layers: Sequence[LayerSpec], **options: bool) -> list[Tensor]:
+        world = World({"it": quantized(kind, formats, **options)}, layers=layers)
+        reading = world.open("it", added_to)
+        return step([(reading, reading.chunk(len(added_to)))]).outs[0]
+
+    plain, shifted = attend(text, LAYERS), attend(added, centered)
+    if formats[0] == "model":
+        return
+    assert all(torch.equal(*pair) for pair in zip(plain, shifted, strict=True))
+    off = attend(added, centered, center=False)
+    assert all(torch.equal(*pair) for pair in zip(off, attend(added, LAYERS), strict=True))
+    assert any((ours - theirs).abs().max() > 0.1 for ours, theirs in zip(plain, off, strict=True))
 
 
 # ---------------------------------------------------------------- memory and options
@@ -169,6 +208,27 @@ def test_the_same_text_has_other_names_in_another_format() -> None:
     assert len(names) == len(settings)
 
 
+def test_the_same_text_has_other_names_if_keys_are_stored_without_another_vector() -> None:
+    drawn = [torch.randn(spec.num_kv_heads, spec.head_dim) for spec in LAYERS]
+    means: list[list[Tensor | None]] = [
+        [None, None],
+        [drawn[0], None],
+        [None, drawn[1]],
+        [*drawn],
+        [2 * drawn[0], None],
+    ]
+
+    def name(settings: StrategySettings, of_layers: Sequence[Tensor | None]) -> bytes:
+        layers = [spec._replace(k_mean=each) for spec, each in zip(LAYERS, of_layers, strict=True)]
+        cache = World({"it": settings}, layers=layers).caches["it"]
+        root: bytes = cache.block_naming().root  # type: ignore[attr-defined]
+        return root
+
+    assert len({name(quantized("paged", ("int4", "int4")), each) for each in means}) == len(means)
+    for same in (quantized("paged", ("int4", "int4"), center=False), quantized("paged", ("model", "int4"))):
+        assert len({name(same, each) for each in means}) == 1
+
+
 # ---------------------------------------------------------------- every kind, in every format
 def list_quantized() -> dict[str, StrategySettings]:
     """Return instances of every registered kind that stores by token, in each of the formats."""
@@ -190,7 +250,8 @@ def test_every_kind_in_every_format_in_one_batch(dtype: torch.dtype, rng: random
     """Draws some of the instances; keys may differ by what the format rounds, and attention is over what is left."""
     instances = list_quantized()
     drawn = rng.sample(sorted(instances), 24)
-    world = World({name: instances[name] for name in drawn}, dtype=dtype, max_seats=1)
+    known = [spec._replace(k_mean=torch.randn(spec.num_kv_heads, spec.head_dim)) for spec in MODEL[:1]]
+    world = World({name: instances[name] for name in drawn}, layers=[*known, *MODEL[1:]], dtype=dtype, max_seats=1)
     readings = [world.open(name, random_text(rng.randrange(99), 60, MODEL, dtype)) for name in drawn]
     while unread := [reading for reading in readings if reading.left]:
         rows = [(each, each.chunk(rng.choice([1, 1, 7, 40]))) for each in rng.sample(unread, min(len(unread), 9))]

@@ -125,6 +125,28 @@ def test_int4_has_the_bits_that_the_format_says(backend: str, dtype: torch.dtype
             torch.testing.assert_close(found, torch.tensor(scales).double(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("format", ["int8", "int8 rotated", "int4", "int4 rotated"])
+@pytest.mark.parametrize("split_heads", [False, True], ids=["", "split heads"])
+def test_the_center_of_a_head_is_subtracted_from_its_keys(
+    backend: str, dtype: torch.dtype, format: str, split_heads: bool
+) -> None:
+    """The bits are those of keys from which float32 subtracted it before they were written."""
+    dim, vectors = 80, draw_vectors(80, dtype)
+    center = 3 * torch.randn(2, dim)
+    chosen = FORMATS[format]
+    assert chosen is not None
+    formats = KVFormats(chosen._replace(centered=True), chosen)
+    written = []
+    for mean, given in ((center, vectors), (None, vectors.float() - center)):
+        spec = LayerSpec(2, 2, dim, dim, k_mean=mean)
+        layout = Layout(16, split_heads=split_heads)
+        case = AttentionCase(BACKENDS[backend](), layout, spec, [CaseRow(0, len(given))], given.dtype, formats=formats)
+        case.k, case.v = [given], [vectors.to(given.dtype)]
+        case.write()
+        written.append(case.pages.memory)
+    assert torch.equal(*written)
+
+
 # -------------------------------------------------------------------- attention
 def store_and_read(case: AttentionCase) -> None:
     """Write the step, and replace the case's keys and values by what the stored ones are worth."""
