@@ -24,8 +24,7 @@ inline void write_vector(const device T* from, device char* to, PlaneSizes sizes
   if (lane == 0) *(device float*)(to + n) = sound ? scale : as_type<float>(NO_NUMBER);
 }
 
-// Rounds to int4, from the least number of a group to its largest. Each lane holds EIGHT numbers, whose group is in the
-// same lanes.
+// Rounds to int4. Each lane holds EIGHT numbers, whose group is in the same lanes.
 constant constexpr int EIGHT = MOST_NUMBERS, LANES_OF_GROUP = MOST_GROUPED / EIGHT;
 constant constexpr float LARGEST_FLOAT = 3.402823466e+38f;
 
@@ -35,15 +34,17 @@ inline uint bfloat_bits(float x) {
   return (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
 }
 
-// How the numbers of a group are rounded: by its scale and zero, which are stored as NaN if one of the numbers, or the
-// scale or zero itself, is not finite.
+// How the numbers of half a group are rounded: the one of the largest magnitude, of two such numbers the negative one,
+// becomes -8. The scale is stored as NaN if one of the numbers, or the scale itself, is not finite.
 struct Rounding {
-  float scale, zero;
+  float scale;
   bool sound;
 
-  Rounding(const thread float* numbers, bool there) {
+  // `from` and `to`: which of the lane's numbers are in this half.
+  Rounding(const thread float* numbers, int from, int to) {
     float least = LARGEST_FLOAT, largest = -LARGEST_FLOAT, finite = 1.0f;
-    for (int n = 0; there && n < EIGHT; n++) {
+    for (int n = 0; n < EIGHT; n++) {
+      if (n < from || n >= to) continue;
       least = min(least, numbers[n]);
       largest = max(largest, numbers[n]);
       finite = is_number(numbers[n]) ? finite : 0.0f;
@@ -53,15 +54,17 @@ struct Rounding {
       largest = max(largest, simd_shuffle_xor(largest, ushort(distance)));
       finite = min(finite, simd_shuffle_xor(finite, ushort(distance)));
     }
-    scale = as_type<float>(bfloat_bits((largest - least) / 15.0f) << 16);
-    zero = as_type<float>(bfloat_bits(least) << 16);
-    sound = finite != 0.0f && is_number(scale) && is_number(zero);
+    scale = as_type<float>(bfloat_bits((largest > -least ? largest : least) / -8.0f) << 16);
+    sound = finite != 0.0f && is_number(scale);
   }
 
-  uint round(float x) const { return sound ? uint(clamp(rint((x - zero) / max(scale, TINY)), 0.0f, 15.0f)) : 0; }
+  uint round(float x) const {
+    const float divisor = fabs(scale) > TINY ? scale : TINY;
+    return sound ? uint(clamp(rint(x / divisor) + float(MIDDLE), 0.0f, 15.0f)) : uint(MIDDLE);
+  }
 
-  // Returns the scale and the zero as they are stored.
-  uint bits() const { return sound ? as_type<uint>(scale) >> 16 | as_type<uint>(zero) : 0x7FC07FC0u; }
+  // Returns the scale as it is stored.
+  uint bits() const { return sound ? as_type<uint>(scale) >> 16 : 0x7FC0u; }
 };
 
 inline void write_vector(const device T* from, device uchar* to, PlaneSizes sizes, uint lane) {
@@ -70,11 +73,13 @@ inline void write_vector(const device T* from, device uchar* to, PlaneSizes size
   float numbers[EIGHT];
   read_numbers<EIGHT>(numbers, from, dim, lane);
   if (is_rotated<uchar>(sizes)) rotate<EIGHT, EIGHT>(numbers, dim, lane);
-  const Rounding rounding = Rounding(numbers, there);
-  uint integers[2] = {0, 0};  // of four numbers each, in the low bits of four bytes
-  for (int n = 0; n < EIGHT; n++) integers[n / 4] |= rounding.round(numbers[n]) << (n % 4 * 8);
-  // Lane i of a group writes word i of its bytes: fours i and n / 8 + i, which are in other lanes.
   const Grouped at = Grouped(there ? first : 0, dim);
+  const int middle = there ? at.begin + at.size / 2 - first : 0;  // the lane's first number of the second half
+  const Rounding lower = Rounding(numbers, 0, there ? middle : 0), upper = Rounding(numbers, middle, there ? EIGHT : 0);
+  uint integers[2] = {0, 0};  // of four numbers each, in the low bits of four bytes
+  for (int n = 0; n < EIGHT; n++)
+    integers[n / 4] |= (n < middle ? lower.round(numbers[n]) : upper.round(numbers[n])) << (n % 4 * 8);
+  // Lane i of a group writes word i of its bytes: fours i and n / 8 + i, which are in other lanes.
   const int begin = there ? at.begin / EIGHT : lane, i = lane - begin, high = there ? at.size / 8 + i : 0;
   uint words[2];
   for (int w = 0; w < 2; w++) {
@@ -85,7 +90,8 @@ inline void write_vector(const device T* from, device uchar* to, PlaneSizes size
   }
   if (!there) return;
   ((device uint*)(to + at.begin / 2))[i] = words[0] | words[1] << 4;
-  if (i == 0) ((device uint*)(to + dim / 2))[at.begin / MOST_GROUPED] = rounding.bits();
+  if (i == 0) ((device uint*)(to + dim / 2))[at.begin / MOST_GROUPED] =
+        lower.bits() | upper.bits() << 16;
 }
 
 struct Entering {

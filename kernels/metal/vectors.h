@@ -1,12 +1,12 @@
 // The numbers of stored keys and values (`kernels/kv_formats.py`), of which each lane holds some, and their rotation.
 // The type of the numbers tells the format: T; char (int8), a float scale after each vector; or uchar (int4), two
-// numbers in a byte, a scale and a zero of each group after each vector.
+// numbers in a byte, the scales of each group's halves after each vector.
 #pragma once
 
 #include "slots.h"
 
 constant constexpr int MOST_NUMBERS = 8;  // numbers of a head that one lane holds at most: heads have up to 256
-constant constexpr int MOST_GROUPED = 64;  // numbers of int4 that share a scale and a zero: a group
+constant constexpr int MOST_GROUPED = 64;  // numbers of int4 that share bytes: a group
 
 // ---------------------------------------------------------------- reading
 // Reads the N numbers of a vector of `dim` numbers that belong to this lane, from lane * N on: what they are worth, and
@@ -52,20 +52,22 @@ struct Grouped {
   int byte() const { return number - begin / 2 - (is_high() ? size / 2 : 0); }
 };
 
-// A group has a multiple of 8 numbers, so the numbers of a word have the same group, and the same bits of their bytes.
+// What is stored for a number of int4 that is worth 0.
+constant constexpr int MIDDLE = 8;
+
+// A group has a multiple of 8 numbers, so the numbers of a word are in the same half of it.
 template <int N>
 inline void read_numbers(thread float* to, const device uchar* from, int dim, int lane) {
   for (int n = 0; n < N; n += Word<N>::BYTES) {
-    float scale = 0.0f, zero = 0.0f;
+    float scale = 0.0f;
     uint word = 0;
     if (lane * N + n < dim) {
       const Grouped at = Grouped(lane * N + n, dim);
-      const uint both = ((const device uint*)(from + dim / 2))[at.begin / MOST_GROUPED];  // bfloats
-      scale = as_type<float>(both << 16);
-      zero = as_type<float>(both & 0xFFFF0000u);
+      const uint scales = ((const device uint*)(from + dim / 2))[at.begin / MOST_GROUPED];  // bfloats
+      scale = as_type<float>(at.is_high() ? scales & 0xFFFF0000u : scales << 16);
       word = Word<N>::read(from + at.byte()) >> (at.is_high() ? 4 : 0);
     }
-    for (int s = 0; s < Word<N>::BYTES; s++) to[n + s] = float(word >> (8 * s) & 15u) * scale + zero;
+    for (int s = 0; s < Word<N>::BYTES; s++) to[n + s] = float(int(word >> (8 * s) & 15u) - MIDDLE) * scale;
   }
 }
 

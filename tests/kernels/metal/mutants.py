@@ -176,7 +176,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (INDEX, "the word's other half", "write_vector", "$w == 0 ? «$i→$high» : «$high→$i»"),
         (BOUND, "a short group's size", "Grouped", "min(MOST_GROUPED, $dim «- $begin→»)"),
         (BOUND, "a group's lanes", "Rounding", "$distance < LANES_OF_GROUP«→ / 2»"),
-        (BOUND, "lanes beyond the vector", "Rounding", "«$there &&→» $n < EIGHT"),
+        (
+            BOUND,
+            "the middle of a group",
+            "write_vector",
+            "$at.$size / 2 - $first «→+ 1 »: 0",
+        ),
         (WRITERS, "all lanes write int4's scale", "write_vector", "«if ($i == 0)→» ((device uint*)"),
         (
             LOGIC,
@@ -186,14 +191,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (LOGIC, "numbers that are not finite", "Rounding", "«$finite != 0.0f &&→» is_number($scale)"),
         (LOGIC, "rounding a scale", "bfloat_bits", "($bits «+ 0x7FFFu + ($bits >> 16 & 1u)→») >> 16"),
-        (LOGIC, "rounding int4", "Rounding", "clamp(«rint→»(($x - $zero)"),
+        (LOGIC, "rounding int4", "Rounding", "clamp(«rint($x / $divisor)→$x / $divisor»"),
         (
             LOGIC,
             "numbers beyond 15",
             "Rounding",
-            "uint(«clamp(rint(($x - $zero) / max($scale, TINY)), 0.0f, 15.0f)→rint(($x - $zero) / max($scale, TINY))»)",
+            "uint(«clamp(rint($x / $divisor) + float(MIDDLE), 0.0f, 15.0f)→rint($x / $divisor) + float(MIDDLE)»)",
         ),
-        (LOGIC, "the zero of int4", "Rounding", "rint(($x «- $zero→») /"),
+        (LOGIC, "the middle of int4", "Rounding", "rint($x / $divisor) «+ float(MIDDLE)→»"),
         (
             LOGIC,
             "rotation",
@@ -229,9 +234,9 @@ MUTANTS: tuple[Mutant, ...] = (
         (LOGIC, "the scale", "read_vector", "float($from[$i]) «* $scale→»"),
         (INDEX, "low and high bits of int4", "Grouped", "$number - $begin «>=→<» $size / 2"),
         (INDEX, "another group's scale", "read_numbers", "«$at.$begin / MOST_GROUPED→0»"),
-        (INDEX, "scale for zero", "read_numbers", "$zero = as_type<float>(«$both & 0xFFFF0000u→$both << 16»)"),
+        (INDEX, "the scale of the other half", "read_numbers", "«$scales & 0xFFFF0000u→$scales << 16» : $scales << 16"),
         (BOUND, "half of a group", "Grouped", "? $size / 2«→ - 1» : 0"),
-        (LOGIC, "the zero of int4", "read_numbers", "15u) * $scale «+ $zero→»"),
+        (LOGIC, "the middle of int4", "read_numbers", "15u) «- MIDDLE→») * $scale"),
         (
             LOGIC,
             "rotation",
