@@ -104,7 +104,7 @@ def load_ops(
     if device.name != "cpu" and chosen:
         log.info("compiling (unless cached) and checking the kernels for %s ...", device.name)
     reason = f"they do not compute in {dtype}" if chosen else "there are none for this device"
-    for backend in list_backends(device.name) if dtype in DTYPES else ():
+    for backend in list_backends(device.name) if chosen and dtype in DTYPES else ():
         if backend.name not in chosen:
             continue
         if backend.missing is None:

@@ -213,9 +213,8 @@ class MetalOps(ReferenceOps):
     # ---------------------------------------------------------------- KV memory
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         center = store.k_center(layer)
-        is_readable = (
-            center is None or store.formats.v.is_quantized
-        )  # centered keys, and values with them, enter as float
+        # Centered keys enter as float, and values then, too
+        is_readable = center is None or store.formats.v.is_quantized
         if not has_kernel_dtype(k, v) or not has_kv_kernels(store, layer, k.dtype) or not is_readable:
             return super().write_kv(store, layer, k, v, at)
         reference.check_write_kv(store, layer, k, v)
