@@ -64,7 +64,7 @@ class BlockSummaries:
         dtype, dim = get_summary_dtype(store.formats.k), layers[numbers[0]].head_dim
         plane, _ = store.planes(numbers[0])
         step = store.k_offset(numbers[1]) - store.k_offset(numbers[0]) if count > 1 else 0  # bytes
-        keys = plane.map(lambda part: _repeat_layers(part[:, 0], count, step))
+        keys = plane._replace(center=None).map(lambda part: _repeat_layers(part[:, 0], count, step))
         summaries = store.memory.view(dtype).as_strided(
             (store.num_blocks, count, 2 * dim),
             (store.page_bytes // dtype.itemsize, 2 * dim, 1),

@@ -1,6 +1,7 @@
 // The attention of attend.h for queries in bfloat16, and for keys and values that are integers of 4 or 8 bits: scores
-// and weighted values are products of integers. Queries are rounded to integers of 8 bits, or of 16 for keys of 8; the
-// weights of a tile, times the scales of values, to integers of 8 bits, relative to the largest of their row.
+// and weighted values are products of integers. Queries are rounded to integers of 16 bits, which are multiplied byte
+// by byte; the weights of a tile, times the scales of values, to integers of 8 bits, relative to the largest of their
+// row.
 //
 // Products are computed in units of 32 numbers of a vector, which have a scale of their own; the units of an int8
 // vector have the same one. A vector that is not finite has integers that are, and a scale of NaN: a query that does
@@ -34,7 +35,7 @@ class IntAttentionHead : IntBlocks {
 
   IntAttentionHead(const KVView& kv, Scores scores)
       : kv_(kv), scores_(scores), k_dim_(kv.k.dim), v_dim_(kv.v.dim), width_(padded(v_dim_)), k_chunks_(chunks(k_dim_)),
-        v_chunks_(chunks(v_dim_)), parts_(kv.k.format == at::kChar ? 2 : 1), tiles_(kv_) {
+        v_chunks_(chunks(v_dim_)), tiles_(kv_) {
     for (int64_t r = 0; r < kv.rows.count; ++r) position_[r] = kv.rows.position(r);
   }
 
@@ -51,7 +52,7 @@ class IntAttentionHead : IntBlocks {
       broken |= _mm512_cmp_ps_mask(size, _mm512_set1_ps(std::numeric_limits<float>::max()), _CMP_NLE_UQ);
       most = _mm512_max_ps(most, size);
     }
-    const float largest = _mm512_reduce_max_ps(most), levels = parts_ == 2 ? 127.f * 256.f : 127.f;
+    const float largest = _mm512_reduce_max_ps(most), levels = 127.f * 256.f;
     q_scales_[r] = broken ? std::numeric_limits<float>::quiet_NaN() : largest / levels;
     const float factor = broken || largest < TINY ? 0.f : levels / largest;
     if (kv_.k.format == at::kByte) part_last_group(wide, k_dim_);
@@ -124,7 +125,7 @@ class IntAttentionHead : IntBlocks {
       const int sum = _mm512_reduce_add_epi32(_mm512_add_epi32(rest[2 * u], rest[2 * u + 1]));
       q_sums_[r][2 * c + u] = key_shift(kv_.k.format) * sum;
     });
-    for (int64_t part = parts_ - 1; part >= 0; --part)  // the last part is the lowest
+    for (int64_t part = 1; part >= 0; --part)  // the lower byte first
       unroll<N>([&](auto i) {
         auto* const to = query_block(part, r / L * L, c) + r % L * DEPTH + i * L;
         _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(rest[i]));
@@ -192,16 +193,15 @@ class IntAttentionHead : IntBlocks {
   // Adds to the scores the products of unit u of the query rows from `first` on with that of the tile's keys.
   void add_scores(int64_t first, int64_t count, int64_t u) {
     const uint8_t* const keys = k_ + u / 2 * RIGHT + u % 2 * (UNIT / 4) * DEPTH;
-    for (int64_t part = 0; part < parts_; ++part)
+    for (int64_t part = 0; part < 2; ++part)
       products_.template multiply<true, 1, 4>(query_block(part, first, u / 2) + u % 2 * UNIT, keys, count,
                                               products_of_[part]);
     for (int64_t i = 0; i < count; ++i) {
       const __m512i shifted = _mm512_set1_epi32(q_sums_[first + i][u]);
       unroll<N>([&](auto j) {
         const int64_t at = i * TILE + j * L;
-        __m512i integers = _mm512_load_si512(products_of_[0] + at);
-        if (parts_ == 2)
-          integers = _mm512_add_epi32(_mm512_slli_epi32(integers, 8), _mm512_load_si512(products_of_[1] + at));
+        const __m512i high = _mm512_slli_epi32(_mm512_load_si512(products_of_[0] + at), 8);
+        const __m512i integers = _mm512_add_epi32(high, _mm512_load_si512(products_of_[1] + at));
         const __m512 products = _mm512_cvtepi32_ps(_mm512_sub_epi32(integers, shifted));
         const __m512 before = u == 0 ? _mm512_setzero_ps() : _mm512_load_ps(s_ + at);
         _mm512_store_ps(s_ + at, _mm512_fmadd_ps(_mm512_load_ps(k_scales_.of[u] + j * L), products, before));
@@ -294,9 +294,9 @@ class IntAttentionHead : IntBlocks {
   const Scores scores_;
   const int64_t k_dim_, v_dim_, width_;  // width_: numbers in a row of value sums, with padding
   const int64_t k_chunks_, v_chunks_;    // of 64 numbers
-  const int64_t parts_;                  // bytes of an integer of a query
   Tiles tiles_;
-  alignas(64) uint8_t q_[2 * ROWS * MAX_DIM];  // [parts][rows / 16][chunks][left block]
+  // The higher bytes of queries, then the lower ones: [2][rows / 16][chunks][left block].
+  alignas(64) uint8_t q_[2 * ROWS * MAX_DIM];
   alignas(64) uint8_t k_[MAX_CHUNKS * RIGHT], v_[MAX_CHUNKS * RIGHT];
   alignas(64) uint8_t w_[MAX_UNITS * LEFT];  // weights of 16 rows, by unit
   alignas(64) int32_t products_of_[2][L * COLUMNS];

@@ -1,7 +1,8 @@
 """Computes the means of a model's keys, which quantized keys are stored without (`LayerSpec.k_mean`).
 
-They are taken once, at start, in one forward pass over a sample of tokens. The sample is short and texts are long: RoPE
-turns a key's slow dimensions further than the sample shows, so its keys are first spread over all positions.
+They are taken once, at start, in one forward pass over a sample of tokens: any will do, as what keys have in common
+depends little on the text. The sample is spread over all positions, as RoPE turns keys from one to the next: the mean
+over the first positions would make those of later ones larger.
 """
 
 from __future__ import annotations
@@ -19,24 +20,22 @@ from server.models.no_cache import NoCacheAttention
 
 log = logging.getLogger(__name__)
 
-SAMPLE_TOKENS = 512
+SAMPLE_TOKENS = 128
 STRIDE = 7919  # a prime: how far the ids of tokens that follow each other are apart
 
 
 class _KeyMeans(NoCacheAttention):
-    """Attention over a sample that computes the mean of each layer's keys, if these were spread over `positions`."""
+    """Attention over a sample of tokens at evenly spread positions that computes the mean of each layer's keys."""
 
     def __init__(self, specs: Sequence[LayerSpec], length: int, max_positions: int, device: torch.device) -> None:
         super().__init__(specs, length, device)
         self.means: dict[int, Tensor] = {}
-        self._delta = self.positions * max_positions // length - self.positions
+        self.positions = self.positions * max_positions // length
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention, and the mean [H, D] of the layer's keys k [N,H,D]."""
-        rotate = self._specs[layer_idx].rotate
-        mean = (k if rotate is None else rotate(k, self._delta)).float().mean(0)
         # Rounded, so that it does not depend on the order of sums
-        self.means[layer_idx] = mean.bfloat16().float()
+        self.means[layer_idx] = k.float().mean(0).bfloat16().float()
         return super().attend(layer_idx, q, k, v)
 
 
@@ -54,7 +53,7 @@ def add_key_means(model: Model, max_positions: int) -> Sequence[LayerSpec]:
     attention = _KeyMeans(layers, length, max_positions, model.device)
     model.forward(torch.arange(length, device=model.device) * STRIDE % model.info.vocab_size, attention)
     means = attention.means
-    log.info("means of keys over %d tokens: computed in %.1f s", length, time.perf_counter() - began)
+    log.info("means of keys, which quantized ones are stored without: %.1f s", time.perf_counter() - began)
     return [
         spec._replace(k_mean=means[i]) if spec.ignores_shift and means[i].isfinite().all() else spec
         for i, spec in enumerate(layers)

@@ -119,14 +119,18 @@ def test_a_plug_in_that_cannot_be_used_is_named(where: str, message: str, monkey
         (
             "paged",
             {"block_sise": 8},
-            r"strategies\.it\.block_sise is not an option.*are: block_size, eviction, hadamard, k_dtype, prefix_cache",
+            r"strategies\.it\.block_sise is not an option.*are: block_size, center, eviction, hadamard, k_dtype, pre",
         ),
         ("paged", {"block_size": 0}, r"strategies\.it\.block_size: should be 1 or more"),
         ("paged", {"block_size": 5000}, r"strategies\.it\.block_size: should be 1,024 or less"),
         ("paged", {"block_size": "many"}, r"strategies\.it\.block_size: should be a whole number"),
         ("sliding_window", {"window": 0}, r"strategies\.it\.window: "),
         ("sliding_window", {"sinks": -1}, r"strategies\.it\.sinks: should be 0 or more"),
-        ("contiguous", {"window": 4}, r"strategies\.it\.window is not an option.*its options are: hadamard, k_dtype"),
+        (
+            "contiguous",
+            {"window": 4},
+            r"strategies\.it\.window is not an option.*its options are: center, hadamard, k_dtype",
+        ),
     ],
 )
 def test_a_bad_option_is_named(kind: str, options: Mapping[str, object], message: str) -> None:

@@ -203,11 +203,11 @@ def test_a_context_longer_than_the_models_is_refused(tiny: Path) -> None:
 UNKNOWN: list[tuple[dict[str, Any], str]] = [
     (
         {"kind": "paged", "blocksize": 4},
-        r"strategies.mine.blocksize is not an option.*are: block_size, eviction, hadamard, k_dtype, prefix_cache",
+        r"strategies.mine.blocksize is not an option.*are: block_size, center, eviction, hadamard, k_dtype, prefix",
     ),
     (
         {"kind": "contiguous", "window": 4},
-        r"strategies.mine.window is not an option.*its options are: hadamard, k",
+        r"strategies.mine.window is not an option.*its options are: center, hadamard, k",
     ),
     ({"kind": "paged", "block_size": 0}, r"strategies.mine.block_size: .*should be 1 or more"),
     ({"kind": "sliding_window", "window": "wide"}, r"strategies.mine.window: .*whole number"),

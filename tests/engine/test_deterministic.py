@@ -25,12 +25,13 @@ from tests.models.random_models import save_random_model
 COMPILED = isinstance(load_ops(device_of("cpu"), torch.float32).ops, CpuOps)
 EMBEDDED = locate("tiny", None)
 PROMPT, COUNT, TOP = random_prompt(150), 6, 5
-INSTANCES = ["contiguous", "paged", "odd_blocks", "window", "int8", "compressed", "streaming"]
+INSTANCES = ["contiguous", "paged", "odd_blocks", "window", "int8", "int4", "compressed", "streaming"]
 SETTINGS: dict[str, Any] = {
     "strategies": strategies(
         odd_blocks={"kind": "paged", "block_size": 7},
         window={"kind": "sliding_window", "window": 40, "sinks": 3},
         int8={"kind": "paged", "k_dtype": "int8", "v_dtype": "int8"},
+        int4={"kind": "paged", "k_dtype": "int4", "v_dtype": "int4"},
         compressed={"kind": "compressed", "budget": 40, "every": 16, "recent": 4, "scorer": "tova"},
         streaming={"kind": "streaming", "window": 40, "every": 16},
     ),

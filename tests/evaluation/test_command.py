@@ -67,7 +67,7 @@ def test_json_says_what_was_measured(written: tuple[str, dict[str, Any], Path]) 
     assert report["row_tokens"] == 16  # the narrow ring takes no more in a step
     paged, narrow, wide = report["strategies"]
     assert narrow["kind"] == "sliding_window"
-    formats = {"k_dtype": "model", "v_dtype": "model", "hadamard": True}
+    formats = {"k_dtype": "model", "v_dtype": "model", "hadamard": True, "center": True}
     assert narrow["options"] == {"window": 16, "sinks": 0, "max_row": None} | formats
     assert (paged["exact"], narrow["exact"], wide["exact"]) == (True, False, True)
     assert narrow["kv_bytes"] < paged["kv_bytes"]

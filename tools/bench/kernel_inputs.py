@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kernels.kv_formats import UINT4, KVFormat, KVFormats
 from kernels.memory import allocate
 from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, KVLocation, Ops
 from kernels.reference.backend import ReferenceOps
@@ -32,6 +33,10 @@ QUANTIZED_BITS, QUANTIZED_GROUP = 4, 64  # what most checkpoints of MLX have
 LAYERS = [LayerSpec(KV_HEADS, HEADS, HEAD_DIM, HEAD_DIM, scale=HEAD_DIM**-0.5)] * 24
 BLOCK_SIZE = 32  # tokens
 
+INT8, INT4 = KVFormat(torch.int8), KVFormat(UINT4, rotated=True)
+QUANTIZED = {"int8": KVFormats(INT8, INT8), "int8/int4": KVFormats(INT8, INT4), "int4": KVFormats(INT4, INT4)}
+
+Stored = torch.dtype | KVFormats  # formats of keys and values
 Layout = Literal["paged", "contiguous", "ring"]
 Calls = Sequence[tuple[Any, ...]]  # the arguments of each call of one operation
 
@@ -202,16 +207,6 @@ def silu_mul(dtype: torch.dtype, tokens: int) -> Calls:
     return [(gate_up,) for gate_up in _make_rows(dtype, tokens, 2 * INTERMEDIATE_SIZE)]
 
 
-def quantize(dtype: torch.dtype, tokens: int) -> Calls:
-    return [(x,) for x in _make_rows(dtype, tokens, HIDDEN_SIZE)]
-
-
-def dequantize(dtype: torch.dtype, tokens: int) -> Calls:
-    """Return calls for vectors of int8; the result is float32 for any `dtype`."""
-    scale = torch.rand(tokens)
-    return [(x, scale) for x in _make_rows(torch.int8, tokens, HIDDEN_SIZE)]
-
-
 class Sequences:
     """The keys and values of sequences of `context` tokens, 1 GiB in all, in blocks at random places.
 
@@ -219,14 +214,15 @@ class Sequences:
     tokens of a longer sequence, and the newest one lies in the middle of its block.
     """
 
-    def __init__(self, dtype: torch.dtype, context: int, layout: Layout = "paged", batch: int = 1) -> None:
+    def __init__(self, stored: Stored, context: int, layout: Layout = "paged", batch: int = 1) -> None:
         """Fill memory with random keys and values, for calls with `batch` sequences each."""
-        self.context, self.dtype, self.layout, self.batch = context, dtype, layout, batch
+        self.context, self.layout, self.batch = context, layout, batch
         self.block_size = BLOCK_SIZE if layout == "paged" else context
-        width, page = -(-context // self.block_size), compute_block_bytes(LAYERS, self.block_size, dtype)
+        width, page = -(-context // self.block_size), compute_block_bytes(LAYERS, self.block_size, stored)
         self.num_sequences = -(-GIBIBYTE // (width * page * batch)) * batch
         pages = Pages(self.num_sequences * width, page)
-        self.store = KVStore(pages, LAYERS, self.block_size, dtype)
+        self.store = KVStore(pages, LAYERS, self.block_size, stored)
+        dtype = stored if isinstance(stored, torch.dtype) else torch.int8  # of random numbers
         pages.memory.view(dtype).copy_(make_random_values(pages.memory.nbytes // dtype.itemsize, dtype))
         for plane in chain.from_iterable(map(self.store.planes, self.store.layers)):
             if plane.scale is not None:
@@ -257,10 +253,10 @@ class Sequences:
         )
 
 
-def attend(dtype: torch.dtype, context: int, queries: int = 1, batch: int = 1, layout: Layout = "paged") -> Calls:
-    """Return calls that attend from the last queries of `batch` sequences each; for stored int8 these are bfloat16."""
-    sequences = Sequences(dtype, context, layout, batch)
-    rows, q_dtype = batch * queries, torch.bfloat16 if dtype is torch.int8 else dtype
+def attend(stored: Stored, context: int, queries: int = 1, batch: int = 1, layout: Layout = "paged") -> Calls:
+    """Return calls that attend from the last queries of `batch` sequences each; over integers these are bfloat16."""
+    sequences = Sequences(stored, context, layout, batch)
+    rows, q_dtype = batch * queries, stored if isinstance(stored, torch.dtype) else torch.bfloat16
     q = make_random_values(rows * HEADS * HEAD_DIM, q_dtype).view(rows, HEADS, HEAD_DIM)
     out, spec = torch.empty_like(q), LAYERS[0]._replace(window=context if layout == "ring" else None)
     return [(out, q, sequences.store, layer, at, spec) for at, layer in sequences.iter_slots(queries)]

@@ -21,9 +21,11 @@ from tools.bench import kernel_inputs
 from tools.bench.kernel_inputs import (
     GIBIBYTE,
     LAYERS,
+    QUANTIZED,
     Calls,
     Layout,
     Sequences,
+    Stored,
     attend,
     make_random_values,
     pack_weights,
@@ -60,8 +62,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--op", nargs="+", choices=OP_NAMES, default=OP_NAMES, help="which operations")
     names = (REFERENCE, *(backend.name for backend in list_backends("cpu")), SDPA, GATHERED)
     add("--backend", nargs="+", choices=names, default=names, help="which backends (default: all)")
-    dtypes = ("float32", "bfloat16", "float16", "int8")
-    add("--dtype", nargs="+", choices=dtypes, default=dtypes[:2], help="int8: stored keys and values, for attend alone")
+    dtypes = ("float32", "bfloat16", "float16", *QUANTIZED)
+    help_text = "int8, int4, int8/int4: stored keys and values, for attend alone"
+    add("--dtype", nargs="+", choices=dtypes, default=dtypes[:2], help=help_text)
     add("--context", type=_positive_int, nargs="+", help="tokens, or rows")
     add("--queries", type=_positive_int, default=1, help="queries of attend, as a chunk of a prompt (default: 1)")
     add("--batch", type=_positive_int, default=1, help="sequences of a call of attend (default: 1)")
@@ -79,8 +82,9 @@ def _positive_int(text: str) -> int:
 def list_cases(context: Context) -> Iterator[Case]:
     """Yield a case for each operation, dtype and context; its variants are the backends."""
     options = context.options
-    if "int8" in options.dtype and options.op != ["attend"]:
-        raise ValueError("--dtype int8: stored keys and values have this dtype; add --op attend")
+    quantized = [dtype for dtype in options.dtype if dtype in QUANTIZED]
+    if quantized and options.op != ["attend"]:
+        raise ValueError(f"--dtype {quantized[0]}: stored keys and values have this format; add --op attend")
     if options.threads:
         torch.set_num_threads(options.threads)
     memory, backends = make_random_values(GIBIBYTE // 4, torch.float32), _load_backends(options.backend, context)
@@ -89,9 +93,10 @@ def list_cases(context: Context) -> Iterator[Case]:
         for dtype in options.dtype:
             for size in options.context or CONTEXTS.get(op.full_name, DEFAULT_CONTEXTS):
                 row = Row(f"{op.full_name}, {dtype}, {size:,}", "µs a call")
-                sdpa = op.name == "attend" and attention == AttentionInput() and dtype != "int8"
+                sdpa = op.name == "attend" and attention == AttentionInput() and dtype not in QUANTIZED
                 names = [*backends, *(name for name in (SDPA, GATHERED) if sdpa and name in options.backend)]
-                set_up = partial(_make_runs, op, getattr(torch, dtype), size, attention, backends)
+                stored = QUANTIZED.get(dtype) or getattr(torch, dtype)
+                set_up = partial(_make_runs, op, stored, size, attention, backends)
                 yield Case(row.what, Table("kernels"), partial(_measure, row, memory), names, set_up)
 
 
@@ -124,10 +129,14 @@ def _load_backends(names: Sequence[str], context: Context) -> Mapping[str, Ops]:
 
 @contextmanager
 def _make_runs(
-    op: OpInfo, dtype: torch.dtype, context: int, attention: AttentionInput, backends: Mapping[str, Ops]
+    op: OpInfo, stored: Stored, context: int, attention: AttentionInput, backends: Mapping[str, Ops]
 ) -> Iterator[Mapping[str, Callable[[], Run]]]:
-    """Yield functions that prepare the run of each backend."""
-    calls = attend(dtype, context, *attention) if op.name == "attend" else kernel_inputs.make_calls(op, dtype, context)
+    """Yield functions that prepare the run of each backend; `stored` is the dtype of all numbers if it is one."""
+    if op.name == "attend":
+        calls = attend(stored, context, *attention)
+    else:
+        assert isinstance(stored, torch.dtype)
+        calls = kernel_inputs.make_calls(op, stored, context)
     size = sum(op.count_bytes(*call) for call in calls)
 
     def pack(ops: Ops) -> Run:
@@ -135,7 +144,8 @@ def _make_runs(
         return Run(partial(_run_pass, getattr(ops, op.name), packed), len(calls), size)
 
     runs: dict[str, Callable[[], Run]] = {name: partial(pack, ops) for name, ops in backends.items()}
-    if op.name == "attend":
+    if op.name == "attend" and isinstance(stored, torch.dtype):
+        dtype = stored
         runs |= {SDPA: partial(_run_sdpa, dtype, context, size), GATHERED: partial(_run_gathered, dtype, context, size)}
     yield runs
 
