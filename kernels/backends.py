@@ -97,7 +97,7 @@ def load_ops(device: Device, dtype: torch.dtype, *, kernels: KernelChoice = "aut
     if device.name != "cpu" and names:
         log.info("compiling (unless cached) and checking the kernels for %s ...", device.name)
     reason = f"they do not compute in {dtype}" if names else "there are none for this device"
-    for backend in list_backends(device.name) if dtype in DTYPES else ():
+    for backend in list_backends(device.name) if names and dtype in DTYPES else ():
         if backend.name not in names:
             continue
         if backend.missing is None:

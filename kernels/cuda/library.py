@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import product
+from itertools import accumulate, product
 
 from torch import Tensor
 
@@ -35,8 +35,8 @@ class CudaKernel:
         Integers are passed as int32 if `arg_casts` has their argument's number, otherwise as int64.
         """
         packed = [_pack(argument, "i" if i in arg_casts else "q") for i, argument in enumerate(arguments)]
-        groups: Size = tuple(-(-n // size) for n, size in zip(threads, group_size, strict=True))  # type: ignore[assignment]
-        for first, count in _split(groups):
+        x, y, z = (-(-n // size) for n, size in zip(threads, group_size, strict=True))
+        for first, count in _split((x, y, z)):
             parameters = _PackedParameters([*packed, struct.pack("6I", *threads, *first)])
             self._launch(count, group_size, parameters.address)
 
@@ -58,14 +58,11 @@ class _PackedParameters:
     """The parameters of a launch in memory; CUDA copies as many bytes of each as the kernel declares."""
 
     def __init__(self, values: Sequence[bytes]) -> None:
-        begins, end = [], 0
-        for value in values:
-            begins.append(end)
-            end += -(-len(value) // _ALIGNMENT) * _ALIGNMENT
-        padded = b"".join(value.ljust(-(-len(value) // _ALIGNMENT) * _ALIGNMENT) for value in values)
-        self._memory = ctypes.create_string_buffer(padded, end + INLINE_BYTES)
+        padded = [value.ljust(-(-len(value) // _ALIGNMENT) * _ALIGNMENT, b"\0") for value in values]
+        *begins, end = accumulate(map(len, padded), initial=0)
+        self._memory = ctypes.create_string_buffer(b"".join(padded), end + INLINE_BYTES)
         base = ctypes.addressof(self._memory)
-        self._addresses = (ctypes.c_void_p * len(values))(*(base + begin for begin in begins))
+        self._addresses = (ctypes.c_void_p * len(begins))(*(base + begin for begin in begins))
         self.address = ctypes.addressof(self._addresses)
 
 
@@ -74,11 +71,14 @@ def _pack(argument: Argument, integer: str) -> bytes:
     if isinstance(argument, Tensor):
         return struct.pack("Q", argument.data_ptr())
     values = argument if isinstance(argument, Sequence) else (argument,)
-    return struct.pack(f"{len(values)}{integer if isinstance(values[0], int) else 'f'}", *values)
+    packed = struct.pack(f"{len(values)}{integer if isinstance(values[0], int) else 'f'}", *values)
+    assert len(packed) <= INLINE_BYTES
+    return packed
 
 
 def _split(groups: Size) -> Iterator[tuple[Size, Size]]:
     """Yield (first threadgroup, number of threadgroups) of each launch that a grid takes; mostly it takes one."""
-    for first in product(*(range(0, n, most) for n, most in zip(groups, MAX_GROUPS, strict=True))):
-        x, y, z = (min(n - at, most) for n, at, most in zip(groups, first, MAX_GROUPS, strict=True))
-        yield first, (x, y, z)  # type: ignore[misc]  # product() does not tell how many there are
+    for x, y, z in product(*(range(0, n, most) for n, most in zip(groups, MAX_GROUPS, strict=True))):
+        left = (n - first for n, first in zip(groups, (x, y, z), strict=True))
+        width, height, depth = map(min, left, MAX_GROUPS)
+        yield (x, y, z), (width, height, depth)

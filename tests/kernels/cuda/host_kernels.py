@@ -37,16 +37,21 @@ def compile_shader(source: str) -> CudaLibrary:
 
 @cache
 def build(source: str) -> GetLauncher:
-    """Compile CUDA C++ for the CPU. Raises SyntaxError with the compiler's messages."""
-    source = _ENTRY_POINT.sub(_make_host_entry_point, source)
-    (command,) = metal_emulator.Compiler.find().command
+    """Compile CUDA C++ for the CPU, and load it. Raises SyntaxError with the compiler's messages."""
     with tempfile.TemporaryDirectory() as folder:
         to = Path(folder, "kernels.so")
-        options = (*OPTIONS, *(f"-I{each}" for each in FOLDERS), "-x", "c++", "-", "-o", str(to))
-        done = subprocess.run([command, *options], input=source, capture_output=True, text=True)
-        if done.returncode:
-            raise SyntaxError(done.stderr)
+        compile_library(source, to)
         return partial(_get_launcher, ctypes.CDLL(str(to)))
+
+
+def compile_library(source: str, to: Path) -> None:
+    """Compile CUDA C++ to a library for the CPU, which has for each kernel NAME a function NAME_run."""
+    source = _ENTRY_POINT.sub(_make_host_entry_point, source)
+    options = (*OPTIONS, *(f"-I{each}" for each in FOLDERS), "-x", "c++", "-", "-o", str(to))
+    command = [*metal_emulator.Compiler.find().command, *options]
+    done = subprocess.run(command, input=source, capture_output=True, text=True)
+    if done.returncode:
+        raise SyntaxError(done.stderr)
 
 
 def _make_host_entry_point(found: re.Match[str]) -> str:
