@@ -101,10 +101,11 @@ check: $(VENV)/.with-test,check  ## lint, format, types and the workflows' schem
 check-workflows: $(VENV)/.with-workflows-check  ## check GitHub's workflows with actionlint
 	$(VENV)/bin/actionlint $(WORKFLOWS)
 
-check-metal: $(VENV)/.with-test,check $(VENV)/.with-metal-check  ## check, without a Mac, what a Mac would compile, and types
+check-metal: $(VENV)/.with-test,check $(VENV)/.with-metal-check  ## check, without a Mac or a GPU, what they would compile, and types
 	$(PY) -m metal_emulator
 	$(PY) -m mypy --platform darwin --cache-dir .mypy_cache/darwin
-	$(PY) -m pytest -m slow -n $(PROCESSES) tests/metal_emulator/test_address_spaces.py tests/metal_emulator/test_macos.py
+	$(PY) -m pytest -m slow -n $(PROCESSES) tests/metal_emulator/test_address_spaces.py \
+	  tests/metal_emulator/test_macos.py tests/kernels/cuda
 
 format: $(VENV)/.with-test,check  ## format the code
 	$(PY) -m ruff check --fix .

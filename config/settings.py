@@ -270,9 +270,10 @@ class ModelSettings(SettingsGroup, title="model"):
     """model name that clients use in requests, or several, separated by commas; default: the model's own name"""
     skip_model_name_validation: bool = False
     """accept any model name in a request, and use the model that is served"""
-    kernels: Literal["auto", "reference"] = "auto"
-    """implementation of attention and the other operations; auto: the fastest for the device; reference: plain PyTorch,
-    slower, to compare results or to rule out a bug in the kernels"""
+    kernels: Literal["auto", "metal", "reference"] = "auto"
+    """implementation of attention and the other operations; auto: the fastest for the device that was measured there;
+    metal: the Metal kernels, on cuda too, where they are translated to CUDA C++ and never ran yet; reference: plain
+    PyTorch, slower, to compare results or to rule out a bug in the kernels"""
     metal_capture_steps: int | None = Field(None, ge=1)
     """number of steps, from the first, whose GPU launches on mps are recorded in 0000-kvmux.gputrace, for Xcode; needs
     MTL_CAPTURE_ENABLED=1 in the environment; default: none"""

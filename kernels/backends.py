@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from kernels.cpu import library as cpu
 from kernels.cpu.instruction_sets import INSTRUCTION_SETS
+from kernels.cuda import runtime as cuda
 from kernels.device import Device, KernelsMissing, get_device
 from kernels.metal import runtime as metal
 from kernels.ops import DTYPES, OP_NAMES, Ops
@@ -28,7 +29,10 @@ BACKENDS: Mapping[str, tuple[str, Callable[[], Ops]]] = {
     "metal": ("mps", metal.load),
     "metal-emulated": ("metal-emulated", partial(metal.load_emulated, checked=False)),
     "metal-checked": ("metal-checked", partial(metal.load_emulated, checked=True)),
+    "metal-cuda": ("cuda", cuda.load),
 }
+ON_REQUEST = frozenset({"metal-cuda"})  # not chosen unless they are asked for: nobody has measured them yet
+KernelChoice = Literal["auto", "metal", "reference"]  # which kernels compute
 
 
 class Backend(NamedTuple):
@@ -80,30 +84,42 @@ class CheckedOps(NamedTuple):
 
 
 def load_ops(
-    device: Device, dtype: torch.dtype, *, reference: bool = False, names: frozenset[str] = frozenset(OP_NAMES)
+    device: Device,
+    dtype: torch.dtype,
+    *,
+    kernels: KernelChoice = "auto",
+    names: frozenset[str] = frozenset(OP_NAMES),
 ) -> CheckedOps:
     """Return the fastest operations for `device`; those that fail their check in `dtype` are replaced, and logged.
 
-    `names` are the operations that will be used: no others are checked. `reference`: return plain torch instead. Raises
-    KernelsMissing for an emulated device if the emulator is missing, or has no kernels for `dtype`: plain torch is used
-    there on request only.
+    `kernels`: "metal": only the Metal kernels; "reference": plain torch. `names` are the operations that will be used:
+    no others are checked. Raises KernelsMissing if there are no such kernels for the device or for `dtype` though they,
+    or an emulated device, were asked for.
     """
     if device.is_emulated:
         metal.register_emulated_device()
-    if reference:
+    if kernels == REFERENCE:
         return CheckedOps(REFERENCE, ReferenceOps(), [])
-    if device.name != "cpu" and any(device_name == device.name for device_name, _ in BACKENDS.values()):
+    chosen = [name for name, (for_device, _) in BACKENDS.items() if for_device == device.name and _is_of(name, kernels)]
+    if device.name != "cpu" and chosen:
         log.info("compiling (unless cached) and checking the kernels for %s ...", device.name)
-    reason = f"they do not compute in {dtype}"
-    for backend in list_backends(device.name) if dtype in DTYPES else ():
+    reason = f"they do not compute in {dtype}" if chosen else "there are none for this device"
+    for backend in list_backends(device.name) if chosen and dtype in DTYPES else ():
+        if backend.name not in chosen:
+            continue
         if backend.missing is None:
             return _check_backend(backend, dtype, names)
         reason = backend.missing
         log.debug("the backend %s cannot be loaded: %s", backend.name, reason)
-    if device.is_emulated:
+    if device.is_emulated or kernels == "metal":
         raise KernelsMissing(reason)
     log.warning("there are no kernels for %s on %s: plain torch is used, which is slower", dtype, device.name)
     return CheckedOps(REFERENCE, ReferenceOps(), [])
+
+
+def _is_of(name: str, kernels: KernelChoice) -> bool:
+    """Return whether a backend is among those that a choice of kernels may mean."""
+    return name not in ON_REQUEST if kernels == "auto" else name.startswith(kernels)
 
 
 @contextmanager

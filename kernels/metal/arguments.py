@@ -14,7 +14,7 @@ from kernels.store import KVStore
 from kernels.types import Slots
 
 LANES, GROUP = 32, 256  # number of threads in a simdgroup, and in a threadgroup; as in common.h
-DEVICES = ("mps", "privateuseone", "cpu")  # the last two are for the emulator; tests of kernels use the CPU
+DEVICES = ("mps", "cuda", "privateuseone", "cpu")  # the last two are for the emulator; tests of kernels use the CPU
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -1,7 +1,7 @@
-"""The backend for Apple GPUs: launches Metal kernels with their arguments and grids.
+"""The backend for GPUs: launches Metal kernels with their arguments and grids.
 
-Tensors are on the GPU, or on the CPU if the emulator runs the kernels; runtime.py chooses. Arguments are checked before
-each launch, as Metal kernels get no shapes.
+Tensors are on an Apple GPU, or on an NVIDIA GPU if the kernels are translated (kernels/cuda), or on the CPU if the
+emulator runs them. Arguments are checked before each launch, as Metal kernels get no shapes.
 """
 
 from __future__ import annotations

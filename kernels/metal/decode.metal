@@ -163,7 +163,9 @@ template <int N, int HEADS>
   ours.attend(key_plane, value_plane, mask, scoring, query, begin, min(begin + LANES, query + 1), lane);
 
   const Left<N> left = {tops, totals, shared};
-  for (int h = 0; h < heads; h++) {
+#pragma unroll  // all HEADS, so that no sum is looked up by its index: sums in registers have none
+  for (int h = 0; h < HEADS; h++) {
+    if (h >= heads) break;
     left.put(ours.sums[h], simdgroup, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (simdgroup == uint(h)) {

@@ -1,6 +1,7 @@
 """Compiles kernels when they are first used, each source once per set of types, and keeps them.
 
-Knows neither what a kernel computes nor on which device: `compile_shader` is that of torch.mps or of the emulator.
+Knows neither what a kernel computes nor on which device: `compile_shader` is that of torch.mps, of the emulator or of
+kernels/cuda.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.settings import Settings
 from config.sizes import parse_bytes
-from kernels.backends import CheckedOps, load_ops
+from kernels.backends import CheckedOps, KernelChoice, load_ops
 from kernels.device import Device, KernelsMissing, get_device
 from kernels.ops import Ops
 from kernels.sampling import Sample
@@ -190,15 +190,16 @@ def _make_limits(settings: Settings, geometry: Geometry, kv_bytes: int, max_step
 
 def _load_kernels(settings: Settings, device: Device, dtype: torch.dtype) -> CheckedOps:
     try:
-        return load_ops(device, dtype, reference=settings.kernels == "reference")
+        return load_ops(device, dtype, kernels=settings.kernels)
     except KernelsMissing as error:
-        raise SettingsError(f"device {device.name!r} is not usable here: {error}") from None
+        wanted = "" if settings.kernels == "auto" else f" with kernels {settings.kernels!r}"
+        raise SettingsError(f"device {device.name!r} is not usable here{wanted}: {error}") from None
 
 
 def _load_host_sample(settings: Settings, dtype: torch.dtype) -> Sample:
     """Return `Ops.sample` of the CPU, which an accelerator's rows are drawn with; only this operation is checked."""
-    cpu = get_device("cpu")
-    return load_ops(cpu, dtype, reference=settings.kernels == "reference", names=frozenset({"sample"})).ops.sample
+    kernels: KernelChoice = "reference" if settings.kernels == "reference" else "auto"
+    return load_ops(get_device("cpu"), dtype, kernels=kernels, names=frozenset({"sample"})).ops.sample
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Every kind of strategy generates the same tokens on each device.
 
-The emulated one refuses what torch refuses on mps. CUDA has no kernels of its own: plain torch computes there.
+The emulated one refuses what torch refuses on mps. On CUDA plain torch computes, as nothing else is asked for.
 """
 
 from __future__ import annotations

@@ -91,14 +91,14 @@ def _equal(ours: Tensor, theirs: Tensor) -> Tensor:
 
 def _norm_bits(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     """An extra rounding is below every tolerance, but changes the bits of many numbers."""
-    x, weight = torch.randn(2, 40, 256, generator=torch.Generator().manual_seed(0))
+    x, weight = torch.randn(2, 40, 256, generator=torch.Generator().manual_seed(0)).to(device)
     for what, each in (("as in Llama", weight[0].to(dtype)), ("as in Gemma", weight[0])):
         arguments = x.to(dtype), each, 1e-6
         yield f"equal bits, {what}", _equal(ops.rms_norm(*arguments), ReferenceOps().rms_norm(*arguments))
 
 
 def _gate_bits(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
-    x = torch.randn(40, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(40, 512, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     yield "equal bits", _equal(ops.silu_mul(x), ReferenceOps().silu_mul(x))
 
 
@@ -116,7 +116,7 @@ def _long_texts(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
         ("a group of 20", LayerSpec(1, 20, 80, 80, scale=0.11), Layout(16)),
         ("wide heads", LayerSpec(1, 3, 256, 200, scale=0.06), Layout(700)),
     ):
-        case = AttentionCase(ReferenceOps(), layout, spec, rows, dtype)
+        case = AttentionCase(ReferenceOps(), layout, spec, rows, dtype, device)
         case.write()
         for row, out in zip(rows, case.attend(ops, window=290 if layout.ring else None), strict=True):
             yield f"{what}, {row.tokens} after {row.past}", out
@@ -128,26 +128,37 @@ FURTHER = {"rms_norm": _norm_bits, "silu_mul": _gate_bits, "attend": _long_texts
 # -------------------------------------------------------------------- running them
 def caught(kernel: str, dtype: torch.dtype, change: Callable[[str], str]) -> str | None:
     """Return what detects the changed source of a file; None if nothing does."""
-    file, *names = KERNELS[kernel]
 
     def compile_changed(text: str) -> Any:
-        changed = f'#line 1 "{file}.metal"' in text
+        changed = is_source_of(kernel, text)
         return compile_shader(change(text) if changed else text, checked=changed)
 
-    ops = MetalOps(Kernels(compile_changed))
     try:
-        return next(filter(None, (_astray(ops, name, dtype) for name in names)), None)
+        return find_difference(MetalOps(Kernels(compile_changed)), kernel, dtype)
     except KernelFault as fault:
         return f"checker: {_fault(str(fault))}"
     except SyntaxError as error:
         return f"compiler: {error}"
 
 
-def _astray(ops: Ops, name: str, dtype: torch.dtype) -> str | None:
+def is_source_of(kernel: str, text: str) -> bool:
+    """Return whether a kernel is in this source."""
+    return f'#line 1 "{KERNELS[kernel][0]}.metal"' in text
+
+
+def find_difference(ops: Ops, kernel: str, dtype: torch.dtype, device: torch.device = CPU) -> str | None:
+    """Return the first result of the operations that launch a kernel which differs from the reference."""
+    _, *names = KERNELS[kernel]
+    return next(filter(None, (_astray(ops, name, dtype, device) for name in names)), None)
+
+
+def _astray(ops: Ops, name: str, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return the first result of an operation that differs from the reference."""
     op = next(op for op in OPS if op.full_name == name)
     for tried in filter(None, (op.samples, FURTHER.get(name))):
-        for (what, ours), (_, theirs) in zip(tried(ops, dtype, CPU), tried(ReferenceOps(), dtype, CPU), strict=True):
+        for (what, ours), (_, theirs) in zip(
+            tried(ops, dtype, device), tried(ReferenceOps(), dtype, device), strict=True
+        ):
             error = compute_error(ours, theirs)
             if not error <= op.tolerance[dtype]:
                 return f"off by {error:.0e}: {what}" if isfinite(error) else f"NaN: {what}"

@@ -1,0 +1,3 @@
+"""The check of the Metal kernels on an NVIDIA GPU: `python -m tests.kernels.cuda.gpu_check`."""
+
+MODULE = __name__
