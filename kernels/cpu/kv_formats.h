@@ -94,11 +94,12 @@ inline void read_group_transposed(const char* const* from, int64_t dim, int64_t 
     second[i] = each.second;
     bytes[i] = each.bytes;
   }
+  constexpr int64_t MOST = std::min<int64_t>(sizeof(Raw), GROUP / 2);  // bytes of a vector that are read together
   const int64_t half = std::min(GROUP, dim - group * GROUP) / 2;
-  for (int64_t at = 0; at < half; at += 4 * W) {
-    const int64_t count = std::min(4 * W, half - at);
+  for (int64_t at = 0; at < half; at += MOST) {
+    const int64_t count = std::min(MOST, half - at);
     Raw block[W] = {};
-    for (int64_t i = 0; i < W; ++i) std::memcpy(&block[i], bytes[i] + at, count);
+    for (int64_t i = 0; i < W; ++i) std::memcpy(&block[i], bytes[i] + at, count == MOST ? MOST : count);
     transpose(block);
     for (int64_t u = 0; u < count / 4; ++u) {
       const auto eight = reinterpret_cast<Nibbles>(block[u]);

@@ -20,7 +20,7 @@ from server.models.no_cache import NoCacheAttention
 
 log = logging.getLogger(__name__)
 
-SAMPLE_TOKENS = 128
+SAMPLE_TOKENS = 64
 STRIDE = 7919  # a prime: how far the ids of tokens that follow each other are apart
 
 

@@ -250,7 +250,7 @@ def test_every_kind_in_every_format_in_one_batch(dtype: torch.dtype, rng: random
     """Draws some of the instances; keys may differ by what the format rounds, and attention is over what is left."""
     instances = list_quantized()
     drawn = rng.sample(sorted(instances), 24)
-    known = [spec._replace(k_mean=torch.randn(spec.num_kv_heads, spec.head_dim)) for spec in MODEL[:1]]
+    known = [spec._replace(k_mean=0.2 * torch.randn(spec.num_kv_heads, spec.head_dim)) for spec in MODEL[:1]]
     world = World({name: instances[name] for name in drawn}, layers=[*known, *MODEL[1:]], dtype=dtype, max_seats=1)
     readings = [world.open(name, random_text(rng.randrange(99), 60, MODEL, dtype)) for name in drawn]
     while unread := [reading for reading in readings if reading.left]:

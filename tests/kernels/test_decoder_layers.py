@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.composite import CompositeOps
+from kernels.kv_formats import UINT4, KVFormat, KVFormats
 from kernels.ops import (
     DTYPES,
     AttentionSlice,
@@ -35,7 +36,7 @@ from tests.kernels.quantized_weights import quantize_as_mlx
 
 WIDTH, DIM, HEADS, KV_HEADS = 96, 32, 6, 2
 SPECS = [
-    LayerSpec(KV_HEADS, HEADS, DIM, DIM, scale=0.2),
+    LayerSpec(KV_HEADS, HEADS, DIM, DIM, scale=0.2, k_mean=torch.randn(KV_HEADS, DIM)),
     LayerSpec(KV_HEADS, HEADS, DIM, DIM, scale=0.1, window=7, softcap=20.0, sink_logits=torch.randn(HEADS)),
 ]
 ROWS = (CaseRow(0, 60),) * 4
@@ -99,11 +100,11 @@ def stack_of(ops: Ops, dtype: torch.dtype, bits: Bits) -> DecoderLayers:
 
 
 def after(
-    ops: Ops, stack: DecoderLayers, dtype: torch.dtype, kv_dtype: torch.dtype | None, step: str, *, apart: bool
+    ops: Ops, stack: DecoderLayers, dtype: torch.dtype, formats: KVFormats | None, step: str, *, apart: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the output of a step, without padding, and the KV memory."""
     torch.manual_seed(1)
-    scenes = [AttentionCase(ops, each, SPECS[1], ROWS, dtype, before=SPECS[:1], formats=kv_dtype) for each in LAYOUTS]
+    scenes = [AttentionCase(ops, each, SPECS[1], ROWS, dtype, before=SPECS[:1], formats=formats) for each in LAYOUTS]
     x = torch.empty(0)
     for rows in ([(row, 0, 40) for row in range(len(ROWS))], STEPS[step]):
         n = sum(tokens for _, _, tokens in rows)
@@ -125,9 +126,10 @@ def after(
 def test_bits_are_those_of_single_operations(backend: str, dtype: torch.dtype, bits: Bits, step: str) -> None:
     ops = BACKENDS[backend]()
     stack = stack_of(ops, dtype, bits)
-    kv_dtype = torch.int8 if bits == 8 else None
+    format = {8: KVFormat(torch.int8), 4: KVFormat(UINT4, rotated=True)}[bits] if isinstance(bits, int) else None
+    formats = None if format is None else KVFormats(format._replace(centered=True), format)
     (ours, our_memory), (theirs, their_memory) = (
-        after(ops, stack, dtype, kv_dtype, step, apart=apart) for apart in (False, True)
+        after(ops, stack, dtype, formats, step, apart=apart) for apart in (False, True)
     )
     assert not ours.isnan().any()
     assert torch.equal(ours, theirs)
