@@ -128,7 +128,7 @@ def _run_step(
     ]
     batch = Batch(row_inputs, model.device)
     assert batch.row_order == list(range(len(row_inputs))), "each strategy has one row, so the order is unchanged"
-    logits = model.forward(batch.input_ids, batch).float().unflatten(0, (len(row_inputs), num_logits))
+    logits: Tensor = model.forward(batch.input_ids, batch).float().unflatten(0, (len(row_inputs), num_logits))
     for error in batch.commit().values():
         raise error
     if not logits.isfinite().all():
