@@ -131,7 +131,7 @@ def test_the_exact_strategy_is_there_unasked(
         (["--length", "4096"], "--length: should be from 2 to 512 tokens, the context of the model"),
         (["--length", "0"], "'0' is not a whole number above 0"),
         (["--question-at", "500"], "--question-at: should be from 128 to 480"),
-        (["--records", "-3"], "'-3' is not a whole number above 0"),
+        (["--records", "-3"], "'-3' is not a whole number from 0"),
         (["--text", "no/such/file"], "--text: cannot read no/such/file"),
         (["--json", "no/such/folder/a.json"], "--json: cannot write no/such/folder/a.json: No such file or directory"),
         (["--json", "."], "--json: cannot write .: Is a directory"),

@@ -33,9 +33,9 @@ OURS, THEIRS = "kvmux", "llama.cpp"
 KVMUX: Mapping[str, str] = {
     "int8": "paged:k_dtype=int8,v_dtype=int8",
     "int8, int4": "paged:k_dtype=int8,v_dtype=int4",
-    "int8, int4, not rotated": "paged:k_dtype=int8,v_dtype=int4,hadamard=false",
     "int4": "paged:k_dtype=int4,v_dtype=int4",
-    "int4, not rotated": "paged:k_dtype=int4,v_dtype=int4,hadamard=false",
+    "int4, not centered": "paged:k_dtype=int4,v_dtype=int4,center=false",
+    "int4, neither centered nor rotated": "paged:k_dtype=int4,v_dtype=int4,center=false,hadamard=false",
 }
 LLAMA_CPP: Mapping[str, str] = {
     "q8_0": "q8_0/q8_0",
@@ -69,7 +69,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--lengths", nargs="+", type=int, default=[1024, 4096, 8192], help="tokens that are read")
     add("--last", type=int, default=256, help="last tokens, which count")
     add("--threads", type=int, default=2, help="threads of each program")
-    add("--dtype", default="float32", help="of kvmux (default: float32, which rounds nothing else)")
+    add("--dtype", default="float32", help="of kvmux (default: float32)")
+    add("--weights", default="auto", help="of kvmux (default: as they are stored; f32 rounds no activations)")
     add("--kernels", default="auto", help="of kvmux")
     add_folder_arguments(parser)
 
@@ -131,7 +132,7 @@ def _measure_kvmux(texts: FormatTexts) -> dict[str, dict[str, float]]:
     options, flags = texts.options, [part for each in KVMUX.values() for part in ("--strategy", each)]
     flags += ["--model", texts.model, "--text", str(texts.text), "--length", str(texts.length), "--texts", "1"]
     flags += ["--last", str(options.last), "--records", "0", "--dtype", options.dtype]
-    flags += ["--threads", str(options.threads), "--kernels", options.kernels]
+    flags += ["--threads", str(options.threads), "--weights", options.weights, "--kernels", options.kernels]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         run_module("server", "evaluate", *flags, "--json", str(file))
