@@ -123,7 +123,7 @@ def test_arguments_of_another_space(clang: Clang, helper: str, told: str) -> Non
         ("template <int N> kernel void h(device float* o) { threadgroup float t[N]; o[0] = t[0]; } "
          'template [[host_name("h")]] [[kernel]] decltype(h<8193>) h<8193>;', "Metal has 32768 bytes of threadgroup"),
         ("float f(thread float* p) { return *p; } struct S { float a[4]; float g() { return f(a + 1); } };",
-         "'a': a member array is no pointer to thread from Metal 4.1 on"),
+         "'a': a member array is not a pointer to thread from Metal 4.1 on"),
         ("template <class T> T f(T v) { return simd_foo(v); } template float f(float);", "use of undeclared"),
     ],
 )  # fmt: skip
