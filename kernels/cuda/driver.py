@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kernels.cuda.bindings import get_result
 from kernels.cuda.library import GetLauncher, Launcher, Size
 
 
@@ -15,10 +16,10 @@ def load_module(cubin: bytes) -> GetLauncher:
     """Return a function that gives, for a kernel's name, what launches it. The code stays loaded from then on."""
     driver = import_module("cuda.bindings.driver")
     torch.cuda.synchronize()  # makes torch's context the current one of this thread
-    module = _get(driver, driver.cuModuleLoadData(cubin))
+    module = get_result("CUDA", driver.cuModuleLoadData(cubin))
 
     def get_launcher(name: str) -> Launcher:
-        function = _get(driver, driver.cuModuleGetFunction(module, name.encode()))
+        function = get_result("CUDA", driver.cuModuleGetFunction(module, name.encode()))
         return partial(_launch, driver, function)
 
     return get_launcher
@@ -26,12 +27,4 @@ def load_module(cubin: bytes) -> GetLauncher:
 
 def _launch(driver: Any, function: Any, groups: Size, group_size: Size, parameters: int) -> None:
     stream = torch.cuda.current_stream().cuda_stream
-    _get(driver, driver.cuLaunchKernel(function, *groups, *group_size, 0, stream, parameters, 0))
-
-
-def _get(driver: Any, result: tuple[Any, ...]) -> Any:
-    """Return what a function of the driver returned beside its status. Raises RuntimeError if it failed."""
-    status, *values = result
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"CUDA: {status.name}")
-    return values[0] if values else None
+    get_result("CUDA", driver.cuLaunchKernel(function, *groups, *group_size, 0, stream, parameters, 0))

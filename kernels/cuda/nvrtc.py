@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kernels.cuda.bindings import get_result
 from kernels.device import KernelsMissing
 
 FOLDER = Path(__file__).parent
@@ -70,24 +71,16 @@ def compile_source(source: str, architecture: str) -> Compiled:
     """
     nvrtc, headers = find_compiler()
     options = [f"--gpu-architecture={architecture}", *OPTIONS, f"-I{FOLDER}", f"-I{headers}"]
-    program = _get(nvrtc, nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, None, None))
+    program = get_result("NVRTC", nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, None, None))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        log = bytearray(_get(nvrtc, nvrtc.nvrtcGetProgramLogSize(program)))
-        _get(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
+        log = bytearray(get_result("NVRTC", nvrtc.nvrtcGetProgramLogSize(program)))
+        get_result("NVRTC", nvrtc.nvrtcGetProgramLog(program, log))
         text = log.rstrip(b"\0").decode()
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise SyntaxError(f"NVRTC refuses the kernels for {architecture}: {status.name}\n{text}")
-        cubin = bytearray(_get(nvrtc, nvrtc.nvrtcGetCUBINSize(program)))
-        _get(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin))
+        cubin = bytearray(get_result("NVRTC", nvrtc.nvrtcGetCUBINSize(program)))
+        get_result("NVRTC", nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     return Compiled(bytes(cubin), text)
-
-
-def _get(nvrtc: Any, result: tuple[Any, ...]) -> Any:
-    """Return what a function of NVRTC returned beside its status. Raises RuntimeError if it failed."""
-    status, *values = result
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise RuntimeError(f"NVRTC: {status.name}")
-    return values[0] if values else None

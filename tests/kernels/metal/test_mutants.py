@@ -34,9 +34,9 @@ METAL = set(
     re.findall(
         r"\w+",
         """
-        bool break char const constant constexpr continue device else false float float2 half if inline int
-        int2 kernel long metal mem_flags namespace nullptr return size_t static struct template thread
-        threadgroup true typedef typename uchar uint uint2 uint3 uint4 ushort using void
+        bool break char const constant constexpr continue device else false float float2 half if inline int int2 kernel
+        long metal mem_flags namespace nullptr return size_t static struct template thread threadgroup true typedef
+        typename uchar uint uint2 uint3 uint4 ushort using void
         """,
     )
 )
