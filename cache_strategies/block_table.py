@@ -27,7 +27,7 @@ from cache_strategies.types import Geometry
 from cache_strategies.visible import count_dropped_tokens
 from config.errors import SettingsError
 from kernels.arguments import check_entries
-from kernels.kv_formats import UINT4, KVFormat, KVFormats
+from kernels.kv_formats import INT4, INT8, KVFormat, KVFormats, as_formats
 from kernels.ops import KVLocation
 from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec, Slots
@@ -35,8 +35,6 @@ from kernels.types import LayerSpec, Slots
 log = logging.getLogger(__name__)
 
 Int32 = NDArray[np.int32]
-
-
 KVDtype = Literal["model", "int8", "int4"]
 
 
@@ -45,14 +43,12 @@ class TableOptions(Options):
 
     k_dtype: KVDtype = Field(
         "model",
-        description="how keys are stored: as computed, or rounded to int8 (half the memory of bfloat16) or int4",
+        description="how keys are stored: as computed, or rounded to int8 (half of bfloat16) or int4 (0.28 of it)",
     )
-    v_dtype: KVDtype = Field("model", description="how values are stored; they bear fewer bits than keys")
-    hadamard: bool = Field(
-        True, description="rotate what is stored in int4, so that outliers do not cost its precision"
-    )
+    v_dtype: KVDtype = Field("model", description="how values are stored; they need fewer bits than keys")
+    hadamard: bool = Field(True, description="rotate vectors before they are rounded to int4, which spreads outliers")
     center: bool = Field(
-        True, description="store keys in int8 and int4 minus their mean over a sample text, which attention ignores"
+        True, description="subtract the mean of keys before they are rounded to int8 or int4; attention ignores it"
     )
 
     @model_validator(mode="before")
@@ -72,35 +68,32 @@ def resolve_kv_formats(options: Options, geometry: Geometry) -> KVFormats:
 
     Raises SettingsError if a head dimension does not suit a format.
     """
-    rotated = getattr(options, "hadamard", True)
-    k, v = (_resolve_kv_format(options, name, geometry.kv_dtype, rotated=rotated) for name in ("k_dtype", "v_dtype"))
-    k = k._replace(centered=centers_keys(options))
-    dims_by_name = {
-        "k_dtype": (k, {spec.head_dim for spec in geometry.layers}),
-        "v_dtype": (v, {spec.v_head_dim for spec in geometry.layers}),
-    }
-    for name, (format, dims) in dims_by_name.items():
-        if unsupported := sorted(dim for dim in dims if dim % format.divisor):
-            raise SettingsError(
-                f"{name}={getattr(options, name)} needs head dimensions that are multiples of {format.divisor}, this "
-                f"model has {', '.join(map(str, unsupported))}: use {name}=model"
-            )
-    return KVFormats(k, v)
+    if not isinstance(options, TableOptions):
+        return as_formats(geometry.kv_dtype)
+    layers = geometry.layers
+    k = _resolve_kv_format(options, "k_dtype", geometry.kv_dtype, {spec.head_dim for spec in layers})
+    v = _resolve_kv_format(options, "v_dtype", geometry.kv_dtype, {spec.v_head_dim for spec in layers})
+    return KVFormats(k._replace(centered=centers_keys(options)), v)
 
 
 def centers_keys(options: Options) -> bool:
     """Return whether keys are stored minus their mean (`LayerSpec.k_mean`)."""
-    return getattr(options, "k_dtype", "model") != "model" and getattr(options, "center", True)
+    return isinstance(options, TableOptions) and options.k_dtype != "model" and options.center
 
 
-def _resolve_kv_format(options: Options, name: str, computed: torch.dtype, *, rotated: bool) -> KVFormat:
-    match getattr(options, name, "model"):
-        case "int8":
-            return KVFormat(torch.int8)
-        case "int4":
-            return KVFormat(UINT4, rotated)
-        case _:
-            return KVFormat(computed)
+def _resolve_kv_format(
+    options: TableOptions, option: Literal["k_dtype", "v_dtype"], computed: torch.dtype, dims: set[int]
+) -> KVFormat:
+    """Return the format that an option names. Raises SettingsError if a head dimension does not suit it."""
+    name: KVDtype = getattr(options, option)
+    formats = {"model": KVFormat(computed), "int8": INT8, "int4": INT4._replace(rotated=options.hadamard)}
+    format = formats[name]
+    if unsupported := sorted(dim for dim in dims if dim % format.divisor):
+        raise SettingsError(
+            f"{option}={name} needs head dimensions that are multiples of {format.divisor}, this model has "
+            f"{', '.join(map(str, unsupported))}: use {option}=model"
+        )
+    return format
 
 
 class TableSequence(KVSequence):
@@ -327,7 +320,7 @@ class BlockTableCache(KVCache[TableSequenceT]):
     @property
     def is_quantized(self) -> bool:
         """Whether keys or values are rounded when they are stored."""
-        return any(format.is_quantized for format in self.store.formats)
+        return self.store.formats.are_quantized
 
     def locate(self, rows: Rows[TableSequenceT]) -> Locations:
         if len(self.stores) == 1:

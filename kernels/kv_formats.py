@@ -3,24 +3,26 @@
 A vector is the key or the value of one token in one KV head. Its D numbers are stored as
 
     as computed | D numbers
-    int8        | D bytes | scale: float32                                  a number is worth integer * scale
-    int4        | D / 2 bytes | two scales of each group: bfloat16          a number is worth (integer - 8) * scale
+    int8        | D bytes | scale: float32                             number = integer * scale
+    int4        | D / 2 bytes | two scales for each group: bfloat16    number = (integer - 8) * scale
 
-Integers of int8 are -127 .. 127, the largest magnitude of the vector being 127. Those of int4 are 0 .. 15, in groups of
-64 numbers, the last one of a vector of those that are left. Of a group's n / 2 bytes, byte j holds integer j in its low
-four bits and integer n / 2 + j in its high ones. Each half of a group has a scale, as in llama.cpp's q4_0: that by
-which its number of the largest magnitude becomes 0, that is -8; of two such numbers the negative one.
+int8: integers are -127 .. 127; the number of the largest magnitude in the vector becomes 127 or -127.
+
+int4: integers are 0 .. 15, in groups of 64; the last group of a vector may be shorter. In the n / 2 bytes of a group of
+n, byte j holds integer j in its low four bits and integer n / 2 + j in its high four bits. Each half of a group has a
+scale, as in llama.cpp's q4_0: the number of the largest magnitude becomes integer 0, which stands for -8 * scale. If
+there are two such numbers, this is the negative one.
 
 A format may be `rotated`: before it is rounded, a vector is multiplied by a Hadamard matrix, which spreads outliers
-over all of its numbers (QuaRot: Ashkboos et al. 2024, arXiv:2404.00456). Attention rotates queries alike, as products
-of rotated vectors are those of the vectors, and rotates its sums of rotated values back.
+over all of its numbers (QuaRot: Ashkboos et al. 2024, arXiv:2404.00456). Attention rotates queries by the same matrix,
+which leaves their products with keys as they are, and rotates its weighted sums of rotated values back.
 
-Quantized keys may be `centered`: a fixed vector of the layer and head, the mean of its keys over some text
+Quantized keys may be `centered`: a fixed vector of the layer and head, the mean of its keys over a sample of tokens
 (`LayerSpec.k_mean`), is subtracted before a key is rotated and rounded, which leaves smaller numbers to round ("smooth
-K" in SageAttention: Zhang et al. 2024, arXiv:2410.02367). Attention ignores it: a query's product with that vector adds
-the same to the scores of all keys, and softmax drops it. What reads the keys themselves adds it (`Plane.decode`).
+K" in SageAttention: Zhang et al. 2024, arXiv:2410.02367). Attention need not add it back: a query's product with that
+vector is added to the scores of all keys alike, and softmax drops it. `Plane.decode` returns keys with it.
 
-If a number is NaN or infinite, what is read of its vector (int8) or half of a group (int4) is NaN.
+A vector (int8) or half of a group (int4) with a number that is NaN or infinite is read as NaN throughout.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]  # stands for int4; torch computes nothing with it
-GROUP = 64  # integers of 4 bits that share bytes: those of the first half are the low bits
+UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]  # names the format int4; torch cannot compute with it
+GROUP = 64  # integers in a group of int4
 MIN_SCALE = 1e-30  # least divisor in rounding, so that equal numbers are not divided by 0
 SCALE = torch.float32  # dtype of the scale of an int8 vector
 HALF_SCALE = torch.bfloat16  # dtype of the scale of half a group of int4: it has the range of float32
@@ -49,7 +51,13 @@ class KVFormat(NamedTuple):
 
     @property
     def is_quantized(self) -> bool:
+        """Whether numbers are rounded to integers."""
         return not self.dtype.is_floating_point
+
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """The dtype in which vectors are read."""
+        return torch.float32 if self.is_quantized else self.dtype
 
     @property
     def divisor(self) -> int:
@@ -75,11 +83,20 @@ class KVFormat(NamedTuple):
         return f"{name}, rotated" if self.rotated else name
 
 
+INT8 = KVFormat(torch.int8)
+INT4 = KVFormat(UINT4, rotated=True)
+
+
 class KVFormats(NamedTuple):
     """The formats of the keys and of the values of a store."""
 
     k: KVFormat
     v: KVFormat
+
+    @property
+    def are_quantized(self) -> bool:
+        """Whether keys or values are rounded to integers."""
+        return self.k.is_quantized or self.v.is_quantized
 
     def __str__(self) -> str:
         return f"keys: {self.k}; values: {self.v}"
@@ -88,7 +105,7 @@ class KVFormats(NamedTuple):
 class Plane(NamedTuple):
     """Stored keys or values: those of one layer in all blocks, [blocks, H, block_size, D], or some of them [..., D].
 
-    `encode` and `decode` are of vectors [..., H, D] of all heads of the layer, if there is a center.
+    If there is a center, `encode` and `decode` take vectors [..., H, D] of all heads of the layer.
     """
 
     format: KVFormat
@@ -98,7 +115,7 @@ class Plane(NamedTuple):
 
     @property
     def parts(self) -> list[Tensor]:
-        """The tensors of which it consists."""
+        """The numbers, and the scales if there are any."""
         return [part for part in (self.numbers, self.scale) if part is not None]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Plane:
@@ -110,11 +127,11 @@ class Plane(NamedTuple):
         return self if self.center is None else self._replace(center=self.center[head : head + 1])
 
     def select(self, index: Index) -> Plane:
-        """Return copies of some vectors; the index is one into the dimensions before D."""
+        """Return copies of the vectors at an index into the dimensions before D."""
         return self.map(lambda part: part[index])
 
     def write(self, index: Index, vectors: Plane) -> None:
-        """Write vectors of the same format to some places."""
+        """Store encoded vectors of the same format at an index into the dimensions before D."""
         assert vectors.format == self.format
         for part, new in zip(self.parts, vectors.parts, strict=True):
             part[index] = new
@@ -134,13 +151,17 @@ class Plane(NamedTuple):
         return self.numbers.float() * self.scale[..., None]
 
     def decode(self) -> Tensor:
-        """Return the keys or values [..., H, D], as they were before `encode`; float32, if they are quantized."""
+        """Return the keys or values [..., H, D], neither rotated nor centered; float32, if they are quantized."""
         vectors = hadamard(self.read()) if self.format.rotated else self.read()
         return vectors if self.center is None else vectors + self.center
 
+    def decode_blocks(self, blocks: Tensor) -> Tensor:
+        """Return the keys or values of some blocks, [blocks, block_size, H, D], like `decode`."""
+        return self.select(blocks).map(lambda part: part.transpose(1, 2)).decode()
+
 
 def as_formats(formats: KVFormats | torch.dtype) -> KVFormats:
-    """Return the formats for which a dtype stands: that of keys and values, not rotated."""
+    """Return formats as they are, and for a dtype the formats in which keys and values have it and are not rotated."""
     if isinstance(formats, torch.dtype):
         return KVFormats(KVFormat(formats), KVFormat(formats))
     return formats
@@ -154,8 +175,8 @@ def count_groups(dim: int) -> int:
 def hadamard(x: Tensor) -> Tensor:
     """Multiply vectors x [..., D] float32 by a Hadamard matrix (fast Walsh-Hadamard transform), which keeps their norm.
 
-    The matrix has the size of the largest power of two that divides D; it rotates each run of so many numbers. It is
-    its own inverse. The order of sums is fixed, so that every backend computes the same bits.
+    Each run of n numbers is multiplied by a matrix of n x n, where n is the largest power of two that divides D. The
+    matrix is its own inverse. The order of sums is fixed, so that every backend computes the same bits.
     """
     size = x.shape[-1] & -x.shape[-1]
     out, half = x.unflatten(-1, (-1, size)), 1
@@ -193,7 +214,7 @@ def _round_group(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read_int4(numbers: Tensor, scale: Tensor) -> Tensor:
-    """Return what bytes [..., D / 2] with scales [..., groups, 2] are worth, [..., D] float32."""
+    """Return the numbers [..., D] float32 of bytes [..., D / 2] with scales [..., groups, 2]."""
     groups = []
     for i, both in enumerate(numbers.split(GROUP // 2, -1)):
         halves = torch.stack((both & 15, both >> 4), -2).float() - 8  # [..., 2, n / 2]

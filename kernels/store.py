@@ -99,8 +99,6 @@ class KVStore:
         self.page_bytes = memory.page_bytes
         self.block_size = block_size
         self.formats = k, v = as_formats(formats)
-        # of all numbers; None: keys and values differ in format, or are int4
-        self.dtype = k.dtype if k[:2] == v[:2] and k.dtype is not UINT4 else None
         self.device = memory.memory.device
         self.split_heads = split_heads
         specs = dict(layers) if isinstance(layers, Mapping) else dict(enumerate(layers))
@@ -141,21 +139,20 @@ class KVStore:
 
     def _center(self, spec: LayerSpec) -> Tensor | None:
         """Return what is subtracted from the keys of a layer's heads, [H, D]; None: nothing."""
-        if spec.k_mean is None or not (self.formats.k.centered and self.formats.k.is_quantized):
+        if spec.k_mean is None or not self.formats.k.centered:
             return None
+        assert self.formats.k.is_quantized
         assert spec.ignores_shift
         assert spec.k_mean.dtype is torch.float32
         return spec.k_mean.to(self.device).contiguous()
 
     def describe_formats(self) -> str:
         """Return the formats as a text that differs between stores in which the same keys would be other bytes."""
-        centers = {i: self._planes[i][0].center for i in self.layers}
         digest = hashlib.sha256()
-        for layer, center in centers.items():
-            if center is not None:
+        for layer in self.layers:
+            if (center := self.k_center(layer)) is not None:
                 digest.update(f"{layer}\0".encode() + center.cpu().numpy().tobytes())
-        minus = "" if all(center is None for center in centers.values()) else f", minus {digest.hexdigest()[:16]}"
-        return f"keys: {self.formats.k}{minus}; values: {self.formats.v}"
+        return f"{self.formats}; centers: {digest.hexdigest()[:16]}"
 
     @property
     def blocks_per_token(self) -> int:
@@ -189,7 +186,7 @@ class KVStore:
         return finite
 
     def k(self, layer: int) -> Tensor:
-        """Return the numbers of a layer's keys, [blocks, H, block_size, D]; stride(0) is one page. See `Plane`."""
+        """Return the numbers of a layer's keys, [blocks, H, block_size, D], or bytes of int4; stride(0) is one page."""
         return self.planes(layer)[0].numbers
 
     def v(self, layer: int) -> Tensor:

@@ -27,8 +27,8 @@ class LayerSpec(NamedTuple):
     rotate: Callable[[Tensor, Tensor], Tensor] | None = (
         None  # (x [N,H,D], delta [N]) -> x, rotated (RoPE) by `delta` further positions
     )
-    # [H, D] float32, about the mean of the layer's keys, which quantized keys are stored without (kv_formats.py). None:
-    # unknown; layers with a softcap or sink logits must have none, as a shift of all scores changes their result
+    # [H, D] float32, about the mean of the layer's keys, subtracted before they are quantized (kv_formats.py). None:
+    # unknown. Layers with a softcap or sink logits must have none, as a shift of all scores changes their result
     k_mean: Tensor | None = None
 
     @property

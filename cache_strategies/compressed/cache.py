@@ -120,11 +120,7 @@ class CompressedCache(KVCache[CompressedSequence]):
         self._sequences: set[CompressedSequence] = set()
         self._located: Sequence[KVLocation] = ()  # of the latest step, by layer
         keeps_all = isinstance(options.budget, int) and options.budget >= geometry.max_seq_len
-        exact = (
-            keeps_all
-            and options.by_layer == "uniform"
-            and not any(format.is_quantized for format in self.memory.formats)
-        )
+        exact = keeps_all and options.by_layer == "uniform" and not self.memory.formats.are_quantized
         self.contract = Contract(exact=exact, rewind=0)
 
     @classmethod

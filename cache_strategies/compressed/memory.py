@@ -152,6 +152,5 @@ class CompressedMemory:
         kept = sequence.groups[number]
         count = kept.counts[column] + sequence.num_new
         blocks = torch.tensor(kept.blocks[column][: -(-count // self.block_size)], device=plane.numbers.device)
-        numbers = plane.select(blocks).map(lambda part: part.transpose(1, 2)).decode()  # [blocks, block_size, H, dim]
         # by head in memory, as scorers read them
-        return numbers.movedim(2, 0).flatten(1, 2)[:, :count].transpose(0, 1)
+        return plane.decode_blocks(blocks).movedim(2, 0).flatten(1, 2)[:, :count].transpose(0, 1)

@@ -2,8 +2,8 @@
 
 They lie behind the keys and values of a block of one KV head, [2, D] for each layer in which queries select, and are
 shared, copied and freed with it. They have the dtype in which keys are read (float32 for quantized ones), so nothing is
-rounded and what they bound stays bounded. Those of centered keys are of what is stored, without the center: it would
-add the same to the bounds of all blocks. Which blocks have a summary is known on the host.
+rounded and what they bound stays bounded. Summaries of centered keys leave out the center, which would add the same to
+the bounds of all blocks. Which blocks have a summary is known on the host.
 """
 
 from __future__ import annotations
@@ -23,14 +23,9 @@ from kernels.types import LayerSpec
 BATCH_BYTES = 4 << 20  # of the keys that are summarized at once; about the size of a cache
 
 
-def get_summary_dtype(format: KVFormat) -> torch.dtype:
-    """Return the dtype of the summaries of keys in a format."""
-    return torch.float32 if format.is_quantized else format.dtype
-
-
 def compute_summary_bytes(spec: LayerSpec, format: KVFormat) -> int:
     """Return the bytes of a block's summary for one KV head of a layer, in whole cache lines; 0 without selection."""
-    size = 2 * spec.head_dim * get_summary_dtype(format).itemsize if selects_in(spec) else 0
+    size = 2 * spec.head_dim * format.read_dtype.itemsize if selects_in(spec) else 0
     return -(-size // ALIGN) * ALIGN
 
 
@@ -61,7 +56,7 @@ class BlockSummaries:
     def _add_run(self, numbers: list[int], layers: Mapping[int, LayerSpec], offset: int) -> int:
         """View the layers of a run, whose summaries begin at a byte of a block; return the byte behind them."""
         store, count = self._store, len(numbers)
-        dtype, dim = get_summary_dtype(store.formats.k), layers[numbers[0]].head_dim
+        dtype, dim = store.formats.k.read_dtype, layers[numbers[0]].head_dim
         plane, _ = store.planes(numbers[0])
         step = store.k_offset(numbers[1]) - store.k_offset(numbers[0]) if count > 1 else 0  # bytes
         keys = plane._replace(center=None).map(lambda part: _repeat_layers(part[:, 0], count, step))

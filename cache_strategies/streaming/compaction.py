@@ -82,7 +82,7 @@ class StreamingCompactor(Compactor):
         plane = store.planes(layer)[0]
         blocks = (slots[:, 0] // store.block_size).unique_consecutive()
         first = int(slots[0, 0]) % store.block_size
-        keys = plane.select(blocks).map(lambda part: part.transpose(1, 2)).decode()  # [blocks, block_size, H, D]
+        keys = plane.decode_blocks(blocks)
         # all are rotated alike, as if they were the heads of one token
         rotated = rotate(keys.flatten(0, 2)[None], torch.tensor([delta], device=keys.device))[0].view_as(keys)
         return plane.encode(rotated.flatten(0, 1)[first : first + len(slots)])  # [N, H, D]

@@ -73,10 +73,7 @@ class KeptSizes(NamedTuple):
             recent=0,
             every=self.every,
             block_size=options.block_size,
-            k_dtype=options.k_dtype,
-            v_dtype=options.v_dtype,
-            hadamard=options.hadamard,
-            center=options.center,
+            **options.model_dump(include=set(TableOptions.model_fields)),
         )
 
 

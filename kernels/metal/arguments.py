@@ -44,7 +44,10 @@ def make_row_grid(x: Tensor) -> Grid:
 
 
 def has_kv_kernels(store: KVStore, layer: int, dtype: torch.dtype) -> bool:
-    """Return whether there are kernels for the formats of a store, where the model computes in `dtype`."""
+    """Return whether there are kernels for the formats of a store and the widths of a layer's heads.
+
+    The model computes in `dtype`.
+    """
     _, *dims = store.heads(layer)
     return has_format_kernels(store.formats, dtype) and all(
         format.dtype is not UINT4 or dim <= MAX_INT4_DIM for format, dim in zip(store.formats, dims, strict=True)
@@ -59,7 +62,7 @@ def has_format_kernels(formats: KVFormats, dtype: torch.dtype) -> bool:
 
 
 def kv_types(formats: KVFormats, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the types of which store.metal and those of attention are compiled: see vectors.h."""
+    """Return the types for which store.metal and the attention kernels are compiled: see vectors.h."""
     return {"T": dtype, "K": formats.k.dtype, "V": formats.v.dtype}
 
 

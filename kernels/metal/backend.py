@@ -213,9 +213,10 @@ class MetalOps(ReferenceOps):
     # ---------------------------------------------------------------- KV memory
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         center = store.k_center(layer)
-        # Centered keys enter as float, and values then, too
-        is_readable = center is None or store.formats.v.is_quantized
-        if not has_kernel_dtype(k, v) or not has_kv_kernels(store, layer, k.dtype) or not is_readable:
+        # Centered keys are float32, and a kernel takes keys and values of one type: values that are stored as computed
+        # would change theirs
+        is_mixed = center is not None and not store.formats.v.is_quantized
+        if is_mixed or not has_kernel_dtype(k, v) or not has_kv_kernels(store, layer, k.dtype):
             return super().write_kv(store, layer, k, v, at)
         reference.check_write_kv(store, layer, k, v)
         if center is not None:
@@ -242,10 +243,9 @@ class MetalOps(ReferenceOps):
         tensors = (store.memory, table, table_row, indices.long().contiguous())
         check_same_device(*tensors)
         heads, *dims = store.heads(layer)
-        dtypes = (torch.float32 if each.is_quantized else each.dtype for each in store.formats)
         k, v = (
-            torch.empty(len(indices), heads, dim, dtype=dtype, device=indices.device)
-            for dim, dtype in zip(dims, dtypes, strict=True)
+            torch.empty(len(indices), heads, dim, dtype=format.read_dtype, device=indices.device)
+            for dim, format in zip(dims, store.formats, strict=True)
         )
         self._kernels.get("store", "gather", **kv_types(store.formats, plain))(
             Grid((LANES, heads, len(indices)), (LANES, 1, 1)),
@@ -295,8 +295,8 @@ class MetalOps(ReferenceOps):
     ) -> None:
         reference.check_attend(out, q, store, layer, at, spec, window)
         self._addresses.check("attend", at, store, len(q))
-        known = has_kernel_dtype(q, out) and has_kv_kernels(store, layer, q.dtype)
-        if not known or get_kernel_shape(spec) is None:
+        has_formats = has_kernel_dtype(q, out) and has_kv_kernels(store, layer, q.dtype)
+        if not has_formats or get_kernel_shape(spec) is None:
             return super().attend(out, q, store, layer, at, spec, window=window)
         return self._attention(out, q, store, layer, at, spec, window)
 

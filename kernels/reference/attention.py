@@ -99,7 +99,10 @@ class TiledAttention:
         return out.view(B, H, n, G, Dv).transpose(1, 2).reshape(B * n, H * G, Dv)
 
     def _load_tile(self, name: str, plane: Plane, tile: _Tile, dim: int) -> Tensor:
-        """Return what a tile's keys or values are worth, float32 [B*H, TILE, dim]; in scratch memory, as a rule."""
+        """Return the stored keys or values of a tile as float32 [B*H, TILE, dim].
+
+        They are in scratch memory unless they are quantized.
+        """
         numbers = plane.numbers
         heads = torch.arange(numbers.shape[1], device=numbers.device).view(1, -1, 1)  # split heads: 0 for all of them
         where = tile.block, heads, tile.slot

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import by_head
-from kernels.kv_formats import UINT4, KVFormat, KVFormats
+from kernels.kv_formats import INT4, INT8, KVFormat, KVFormats
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
@@ -25,25 +25,24 @@ def _draw_mean(heads: int, dim: int) -> Tensor:
     return 2 * torch.randn(heads, dim, generator=torch.Generator().manual_seed(0))
 
 
+BY_HEAD = Layout(16, dropped=True, split_heads=True)
 CASES = (
     (LayerSpec(2, 8, 16, 16, scale=0.25), Layout(300)),
     (LayerSpec(2, 14, 8, 24, scale=0.35), Layout(16, sinks=4, ring=61)),
     (LayerSpec(2, 2, 80, 80, scale=0.11, window=40, softcap=5.0, sink_logits=torch.tensor([0.0, 3.0])), Layout(16)),
-    (LayerSpec(2, 6, 16, 16, scale=0.25, window=90), Layout(16, dropped=True, split_heads=True)),
+    (LayerSpec(2, 6, 16, 16, scale=0.25, window=90), BY_HEAD),
 )
-INT8, INT4 = KVFormat(torch.int8), KVFormat(UINT4, rotated=True)
+CENTERED = LayerSpec(2, 6, 80, 64, scale=0.1, k_mean=_draw_mean(2, 80))
+CENTERED_BY_HEAD = LayerSpec(2, 4, 32, 32, scale=0.2, k_mean=_draw_mean(2, 32))
 # Cases in quantized formats (of keys, of values); None: as computed. Vectors have one group, two, and a short last one.
 QUANTIZED = (
     (*CASES[0], INT8, INT8),
     (CASES[2][0], Layout(16), INT4, INT4),
     (LayerSpec(2, 6, 64, 96, scale=0.125), Layout(16, sinks=4, ring=61), INT8, INT4),
-    (LayerSpec(1, 2, 128, 64, scale=0.1), Layout(16, dropped=True, split_heads=True), INT4, None),
-    (LayerSpec(2, 2, 96, 128, scale=0.1), Layout(300), None, KVFormat(UINT4)),
-    (LayerSpec(2, 6, 80, 64, scale=0.1, k_mean=_draw_mean(2, 80)), Layout(16), INT4._replace(centered=True), INT4),
-    (
-        *(LayerSpec(2, 4, 32, 32, scale=0.2, k_mean=_draw_mean(2, 32)), Layout(16, dropped=True, split_heads=True)),
-        *(INT8._replace(centered=True), INT8),
-    ),
+    (LayerSpec(1, 2, 128, 64, scale=0.1), BY_HEAD, INT4, None),
+    (LayerSpec(2, 2, 96, 128, scale=0.1), Layout(300), None, INT4._replace(rotated=False)),
+    (CENTERED, Layout(16), INT4._replace(centered=True), INT4),
+    (CENTERED_BY_HEAD, BY_HEAD, INT8._replace(centered=True), INT8),
 )
 ROWS = (CaseRow(0, 1), CaseRow(200, 1), CaseRow(-1, 1), CaseRow(0, 9), CaseRow(187, 6), CaseRow(-1, 4))
 # Rows of one token with so long a past that a backend may split their sequences.
@@ -136,7 +135,7 @@ def _gather_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sampl
 
 
 def _gather_bytes(store: KVStore, layer: int, at: Slots, row: int, indices: Tensor) -> int:
-    read = KVFormats(*(KVFormat(torch.float32) if each.is_quantized else each for each in store.formats))
+    read = KVFormats(*(KVFormat(each.read_dtype) for each in store.formats))
     return len(indices) * (_token_bytes(store, layer) + _token_bytes(store, layer, read))
 
 

@@ -35,10 +35,10 @@ from plugin_kit.driver.visible import (
     ROUNDING,
     Definition,
     check_keys,
+    is_quantized,
     list_seen,
     place_keys,
     replace_kept,
-    rounds_keys,
 )
 from plugin_kit.driver.world import World
 from server.engine.batch import Batch, RowInput
@@ -345,15 +345,15 @@ class History:
         start, end, spec = row.start, row.start + row.num_tokens, row.text.layers[layer]
         q, k, v = (x[:end] for x in row.text.computed(layer))
         mask = self._definition(row.text.cache, row.text.ids(0, end), layer, start, end - start)
-        is_rounded = mask is None or rounds_keys(row.text.cache)
+        is_rounded = mask is None or is_quantized(row.text.cache)
         rounding, shift = ROUNDING if is_rounded else 0.0, -row.text.sequence.shift
         if row.text.cache.contract.unbounded:
             rounding = max(rounding, REPEATED)
             seen = list_seen(keys, k.shape[1], end) if mask is None else mask.any(1)
             k, q = place_keys(spec, k, seen, shift), turn(spec, q.double(), torch.full((end,), shift))
         last = check_keys(k, v, keys, rounding=rounding)
-        is_right = mask is None or torch.equal(last, mask[:, -1])
-        assert is_right, f"the token at position {end - 1} sees other positions than it should"
+        sees_right = mask is None or torch.equal(last, mask[:, -1])
+        assert sees_right, f"the token at position {end - 1} sees other positions than it should"
         if mask is None or is_rounded:
             mask, start = last[:, None], end - 1
             k, v = replace_kept(k, v, keys)

@@ -69,9 +69,9 @@ def check_keys(k: Tensor, v: Tensor, keys: Keys, *, rounding: float = 0.0, is_mo
     return listed
 
 
-def rounds_keys(cache: KVCache) -> bool:
+def is_quantized(cache: KVCache) -> bool:
     """Return whether an instance stores keys or values in a quantized format."""
-    return any(format.is_quantized for store in cache.stores for format in store.formats)
+    return any(store.formats.are_quantized for store in cache.stores)
 
 
 def list_seen(keys: Keys, heads: int, end: int) -> Tensor:

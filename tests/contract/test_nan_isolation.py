@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.kv_formats import UINT4, KVFormat, KVFormats
+from kernels.kv_formats import INT4, INT8, KVFormat, KVFormats
 from kernels.ops import DTYPES, Ops
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.every_backend
 POISONS = (torch.nan, torch.inf, -torch.inf)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
-INT8, INT4 = KVFormat(torch.int8), KVFormat(UINT4, rotated=True)
 FORMATS: Mapping[str, Sequence[KVFormat]] = {
     "same": (),
     "int8": (INT8, INT8),

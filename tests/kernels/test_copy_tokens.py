@@ -60,7 +60,8 @@ def find_vector(store: KVStore, layer: int, part: int, slot: int, head: int) -> 
     begin = block * store.page_bytes
     for i, spec in enumerate(LAYERS):
         for j, dim in enumerate((spec.head_dim, spec.v_head_dim)):
-            size = dim + 4 if store.dtype is torch.int8 else dim * store.dtype.itemsize
+            dtype = store.formats[j].dtype
+            size = dim + 4 if dtype is torch.int8 else dim * dtype.itemsize
             if (i, j) == (layer, part):
                 first = begin + (head * store.block_size + offset) * size
                 return slice(first, first + size)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.composite import CompositeOps
-from kernels.kv_formats import UINT4, KVFormat, KVFormats
+from kernels.kv_formats import INT4, INT8, KVFormats
 from kernels.ops import (
     DTYPES,
     AttentionSlice,
@@ -126,7 +126,7 @@ def after(
 def test_bits_are_those_of_single_operations(backend: str, dtype: torch.dtype, bits: Bits, step: str) -> None:
     ops = BACKENDS[backend]()
     stack = stack_of(ops, dtype, bits)
-    format = {8: KVFormat(torch.int8), 4: KVFormat(UINT4, rotated=True)}[bits] if isinstance(bits, int) else None
+    format = {8: INT8, 4: INT4}[bits] if isinstance(bits, int) else None
     formats = None if format is None else KVFormats(format._replace(centered=True), format)
     (ours, our_memory), (theirs, their_memory) = (
         after(ops, stack, dtype, formats, step, apart=apart) for apart in (False, True)

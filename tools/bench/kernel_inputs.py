@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kernels.kv_formats import UINT4, KVFormat, KVFormats
+from kernels.kv_formats import INT4, INT8, KVFormats
 from kernels.memory import allocate
 from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, KVLocation, Ops
 from kernels.reference.backend import ReferenceOps
@@ -33,7 +33,6 @@ QUANTIZED_BITS, QUANTIZED_GROUP = 4, 64  # what most checkpoints of MLX have
 LAYERS = [LayerSpec(KV_HEADS, HEADS, HEAD_DIM, HEAD_DIM, scale=HEAD_DIM**-0.5)] * 24
 BLOCK_SIZE = 32  # tokens
 
-INT8, INT4 = KVFormat(torch.int8), KVFormat(UINT4, rotated=True)
 QUANTIZED = {"int8": KVFormats(INT8, INT8), "int8/int4": KVFormats(INT8, INT4), "int4": KVFormats(INT4, INT4)}
 
 Stored = torch.dtype | KVFormats  # formats of keys and values

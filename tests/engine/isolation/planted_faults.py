@@ -219,7 +219,7 @@ def _plant_foreign_blocks(cache: KVCache) -> None:
     def change(where: KVLocation) -> KVLocation:
         other = next(name for name in memory.instances if name != cache.name and memory.list_regions(name))
         layers = dict(enumerate(cache.setup.geometry.layers))
-        store = KVStore(memory.list_regions(other)[0], layers, where.store.block_size, where.store.dtype)
+        store = KVStore(memory.list_regions(other)[0], layers, where.store.block_size, where.store.formats)
         at = dataclasses.replace(where.at, table=torch.zeros_like(where.at.table))
         return KVLocation(store, at, where.window)
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.kv_formats import UINT4, KVFormat, KVFormats
+from kernels.kv_formats import INT4, KVFormats
 from kernels.metal.attention import SPLIT
 from kernels.metal.backend import MetalOps
 from kernels.metal.library import Kernels
@@ -123,7 +123,7 @@ def _long_texts(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
 
 def _hard_to_round(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     """Vectors in int4 of large numbers close to each other, with a short group, some not finite."""
-    format, spec = KVFormat(UINT4), LayerSpec(1, 1, 72, 24)
+    format, spec = INT4._replace(rotated=False), LayerSpec(1, 1, 72, 24)
     case = AttentionCase(ops, Layout(7), spec, [CaseRow(0, 6)], dtype, formats=KVFormats(format, format))
     for part in (case.k[0], case.v[0]):
         part.add_(100)

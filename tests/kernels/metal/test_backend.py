@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.kv_formats import UINT4, KVFormat, KVFormats
+from kernels.kv_formats import INT4, INT8, UINT4, KVFormat, KVFormats
 from kernels.metal import attention, backend
 from kernels.metal.attention import SPLIT
 from kernels.metal.backend import MAX_COPY_PAIRS, MetalOps
@@ -119,9 +119,9 @@ def test_products_of_odd_widths(ops: MetalOps, inputs: int) -> None:
 
 # ---------------------------------------------------------------- formats of keys and values
 FORMATS = {
-    "int8": KVFormat(torch.int8),
-    "int4": KVFormat(UINT4),
-    "int4, rotated": KVFormat(UINT4, rotated=True),
+    "int8": INT8,
+    "int4": INT4._replace(rotated=False),
+    "int4, rotated": INT4,
     "as computed": KVFormat(torch.float32),
 }
 HARD = (  # numbers of a vector that are hard to round
