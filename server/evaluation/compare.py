@@ -81,9 +81,9 @@ def compare(
     """Run the documents under each instance, and return the fidelity of each one to instances[0].
 
     A step computes `row_tokens` tokens of a document, or as few as the `stop` of a sequence says; 1 is as in decoding.
-    Only the `last` tokens of each document count, or all of them. `on_tokens_read` is called after each step with its
-    number of tokens. Raises SettingsError if there is no room for the longest document under every instance, before any
-    is computed, or if logits are NaN or infinite.
+    Of each document the `last` tokens count, or all of them. `on_tokens_read` is called after each step with its number
+    of tokens. Raises SettingsError if there is no room for the longest document under every instance, before any is
+    computed, or if logits are NaN or infinite.
     """
     if documents:
         _check_room(instances, max(documents, key=lambda document: len(document.ids)))
@@ -92,17 +92,18 @@ def compare(
         # [strategy, position in the document]: whether the strategy predicted the token
         known = torch.zeros(len(instances), len(document.ids), dtype=torch.bool)
         *inputs, _ = document.ids  # the last token is only predicted
-        uncounted = 0 if last is None else max(0, len(inputs) - last)
+        num_skipped = 0 if last is None else max(0, len(inputs) - last)
         with _open_sequences(instances, document) as sequences:
             first = 0
             while first < len(inputs):
                 n = min(_limit_row(*each, row_tokens) for each in zip(instances, sequences, strict=True))
-                counts = first >= uncounted
-                tokens = inputs[first : first + n if counts else min(first + n, uncounted)]
-                logits = _run_step(model, instances, sequences, tokens, num_logits=len(tokens) if counts else 0)
-                if counts:
-                    targets = torch.tensor(document.ids[first + 1 :][: len(tokens)], device=logits.device)
-                    known[:, first + 1 :][:, : len(tokens)] = update_fidelities(results, logits, targets)
+                tokens = inputs[first : first + n]
+                counted = range(max(first, num_skipped), first + len(tokens))
+                logits = _run_step(model, instances, sequences, tokens, num_logits=len(counted))
+                if counted:
+                    predicted = slice(counted.start + 1, counted.stop + 1)
+                    targets = torch.tensor(document.ids[predicted], device=logits.device)
+                    known[:, predicted] = update_fidelities(results, logits, targets)
                 on_tokens_read(len(tokens))
                 first += len(tokens)
         for result, tokens_known in zip(results, known.tolist(), strict=True):
@@ -118,7 +119,7 @@ def _run_step(
     *,
     num_logits: int,
 ) -> Tensor:
-    """Compute the `tokens` under each of S instances in one batch; return the logits of the last n, [S, n, V].
+    """Compute the `tokens` under each of S instances in one batch; return the last n = `num_logits` logits, [S, n, V].
 
     Raises SettingsError if the memory is full or logits are NaN or infinite, StrategyError if a strategy fails.
     """

@@ -58,9 +58,11 @@ class EvaluateOptions:
     )
     texts: int = flag(8, COUNT, "most documents of running text; stories fill 24 of 2,048 tokens")
     last: int | None = flag(
-        None, COUNT, "count only the last N tokens of each document of running text, which have read the others"
+        None,
+        COUNT,
+        "count only the last N tokens of each document of running text; they have read the others",
     )
-    records: int = flag(24, _AMOUNT, "most documents with answers to recall; there are 56, and 0 leaves them out")
+    records: int = flag(24, _AMOUNT, "most documents with answers to recall; there are 56; 0: none")
     question_at: int | None = flag(
         None,
         COUNT,

@@ -1,14 +1,13 @@
-"""Computes how far llama.cpp's predictions are from its own ones with keys and values in float16, for some cache types.
+"""Computes how far llama.cpp's predictions with some cache types are from those with keys and values in float16.
 
-Arguments: the folder of llama-cpp-python's source, that of the built libraries, the GGUF file, threads, a file of
-JSON with token ids, how many of the last of them count, and cache types such as q8_0/q4_0 (keys/values), perhaps with
-/plain, without the rotation that llama.cpp applies by default, or /slow, without flash attention. Prints a line of JSON
-for each type.
+Arguments: the folder of llama-cpp-python's source, the folder of the built libraries, the GGUF file, the number of
+threads, a JSON file with token ids, the number of last tokens that count, and cache types. A cache type is that of keys
+and that of values, such as q8_0/q4_0, and may end with /plain (without llama.cpp's rotation) or /slow (without flash
+attention). Prints a line of JSON for each type.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
@@ -51,9 +50,9 @@ def import_bindings(source: Path, libraries: Path) -> Any:
 
 
 def compute_logits(llama: Any, model: Any, ids: Sequence[int], last: int, cache_type: str, threads: int) -> Logits:
-    """Return the logits [last, V] of the last tokens, which have read all before them from a cache of the type."""
+    """Return the logits [last, V] of the last tokens; keys and values of all tokens are in a cache of the type."""
     key, value, *how = cache_type.split("/")
-    set_variable("LLAMA_ATTN_ROT_DISABLE", "1" if "plain" in how else "0")
+    os.environ["LLAMA_ATTN_ROT_DISABLE"] = "1" if "plain" in how else "0"
     params = llama.llama_context_default_params()
     params.n_ctx = -(-len(ids) // 256) * 256
     params.n_batch = params.n_ubatch = params.n_outputs_max = BATCH
@@ -79,11 +78,6 @@ def compute_logits(llama: Any, model: Any, ids: Sequence[int], last: int, cache_
     llama.llama_batch_free(batch)
     llama.llama_free(context)
     return np.stack(rows)
-
-
-def set_variable(name: str, value: str) -> None:
-    """Set an environment variable for this process's C code, too, which may have read os.environ already."""
-    ctypes.CDLL(None).setenv(name.encode(), value.encode(), 1)
 
 
 def compare(base: Logits, logits: Logits) -> dict[str, float]:
