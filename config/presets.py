@@ -1,7 +1,7 @@
 """Presets: ready choices of a cache strategy and its options, by name.
 
-`kvmux serve --preset NAME` serves requests that name no instance under one; `[strategies.x] preset = NAME` declares an
-instance like it, of which further options may differ.
+`kvmux serve --preset NAME` serves requests that name no instance under a preset. `[strategies.x] preset = NAME`
+declares an instance with its options, which the table may override.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PresetName = Literal["exact", "small", "long"]
 
 
 class Preset(NamedTuple):
-    """A kind of strategy with options, as in a table `[strategies.x]`, and what it is good for."""
+    """A kind of strategy with options, as in a table `[strategies.x]`, and a description of what it does."""
 
     description: str
     settings: Mapping[str, Any]
@@ -22,7 +22,7 @@ class Preset(NamedTuple):
 PRESETS: Mapping[str, Preset] = {
     "exact": Preset("keys and values as the model computes them", {"kind": "paged"}),
     "small": Preset(
-        "keys in 8 bits and values in 4, shared and found again like exact ones; 0.4 of the memory of bfloat16",
+        "keys in 8 bits and values in 4, with shared prefixes; 0.4 of the memory of bfloat16",
         {"kind": "paged", "k_dtype": "int8", "v_dtype": "int4"},
     ),
     "long": Preset(
@@ -34,7 +34,7 @@ assert {*PRESETS} == {*get_args(PresetName)}
 
 
 def apply_preset(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table of settings with those of the preset that it names, which the table's own override.
+    """Return a table of settings, with those that its preset adds.
 
     Raises ValueError if there is no such preset, or if the table names another kind.
     """

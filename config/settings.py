@@ -160,7 +160,7 @@ class StrategySettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, value: Any) -> Any:
-        """Fill in what the preset says, if one is named."""
+        """Add the settings of the preset that the table names, if any."""
         return apply_preset(value) if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
@@ -240,10 +240,6 @@ def default_strategies() -> dict[str, StrategySettings]:
         "contiguous": StrategySettings(kind="contiguous"),
         "sliding_window": StrategySettings(kind="sliding_window"),
     }
-
-
-def _lacks_kind(given: Any) -> bool:
-    return isinstance(given, dict) and "preset" not in given
 
 
 class SettingsGroup(BaseSettings):
@@ -529,14 +525,17 @@ class Settings(
     @field_validator("strategies", mode="before")
     @classmethod
     def _fill_built_in_kinds(cls, value: Any) -> Any:
-        """Add the field `kind` to built-in instances: `[strategies.paged] limit = "50%"` need not repeat the kind."""
+        """Add the field `kind` to built-in instances: `[strategies.paged] limit = "50%"` need not repeat the kind.
+
+        A preset has a kind of its own.
+        """
         if not isinstance(value, dict):
             return value
-        built_in = default_strategies()
-        return {
-            name: {"kind": name} | given if name in built_in and _lacks_kind(given) else given
-            for name, given in value.items()
-        }
+        filled = dict(value)
+        for name in default_strategies().keys() & value.keys():
+            if isinstance(value[name], dict) and "preset" not in value[name]:
+                filled[name] = {"kind": name} | value[name]
+        return filled
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Settings:
@@ -580,7 +579,7 @@ class Settings(
         return self
 
     def _apply_default_preset(self) -> None:
-        """Declare the instance of the preset; it is the default unless `default_strategy` was given."""
+        """Declare the instance of the preset, if one is set; it is the default unless `default_strategy` is given."""
         if self.preset is None:
             return
         self.strategies.setdefault(self.preset, StrategySettings.model_validate({"preset": self.preset}))

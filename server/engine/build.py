@@ -161,7 +161,7 @@ def build_engine(
 
 
 def _choose_layer_specs(model: Model, instances: Sequence[DeclaredInstance], max_seq_len: int) -> Sequence[LayerSpec]:
-    """Return the model's layers; with the means of their keys, if an instance stores keys without these."""
+    """Return the model's layers, with the means of their keys if an instance subtracts them."""
     if any(centers_keys(each.options) for each in instances):
         return add_key_means(model, max_seq_len)
     return model.layer_specs

@@ -1,8 +1,8 @@
-"""Computes the means of a model's keys, which quantized keys are stored without (`LayerSpec.k_mean`).
+"""Computes the means of a model's keys, which are subtracted before keys are quantized (`LayerSpec.k_mean`).
 
-They are taken once, at start, in one forward pass over a sample of tokens: any will do, as what keys have in common
-depends little on the text. The sample is spread over all positions, as RoPE turns keys from one to the next: the mean
-over the first positions would make those of later ones larger.
+They are computed once, at start, in one forward pass over a sample of tokens. Any tokens will do, as what keys have in
+common depends little on the text. The sample is spread over all positions, because RoPE rotates keys by their position:
+the mean over the first positions does not fit keys at later ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from server.models.no_cache import NoCacheAttention
 log = logging.getLogger(__name__)
 
 SAMPLE_TOKENS = 64
-STRIDE = 7919  # a prime: how far the ids of tokens that follow each other are apart
+ID_STEP = 7919  # from the id of a token to that of the next one; a prime, so that ids differ
 
 
 class _KeyMeans(NoCacheAttention):
@@ -43,7 +43,7 @@ class _KeyMeans(NoCacheAttention):
 def add_key_means(model: Model, max_positions: int) -> Sequence[LayerSpec]:
     """Return the model's layers with the means of their keys, for texts of up to `max_positions` tokens.
 
-    Layers whose attention a shift of all scores would change have none.
+    Layers whose attention changes if a number is added to all scores have none.
     """
     layers = model.layer_specs
     if model.state_specs or not any(spec.ignores_shift for spec in layers):
@@ -51,9 +51,9 @@ def add_key_means(model: Model, max_positions: int) -> Sequence[LayerSpec]:
     began = time.perf_counter()
     length = min(SAMPLE_TOKENS, max_positions)
     attention = _KeyMeans(layers, length, max_positions, model.device)
-    model.forward(torch.arange(length, device=model.device) * STRIDE % model.info.vocab_size, attention)
+    model.forward(torch.arange(length, device=model.device) * ID_STEP % model.info.vocab_size, attention)
     means = attention.means
-    log.info("means of keys, which quantized ones are stored without: %.1f s", time.perf_counter() - began)
+    log.info("computed the means of keys, for quantizing, in %.1f s", time.perf_counter() - began)
     return [
         spec._replace(k_mean=means[i]) if spec.ignores_shift and means[i].isfinite().all() else spec
         for i, spec in enumerate(layers)

@@ -28,7 +28,7 @@ def start(directory: Path, caplog: pytest.LogCaptureFixture, **settings: Any) ->
     caplog.clear()
     with caplog.at_level(logging.INFO):
         driver = Driver(directory, max_seq_len=LENGTH, **settings)
-    return driver, caplog.text.count("means of keys")
+    return driver, caplog.text.count("the means of keys")
 
 
 def find_centers(driver: Driver, instance: str) -> list[Tensor | None]:
