@@ -21,8 +21,8 @@ from plugin_kit.driver.visible import check_keys
 from server.engine.batch import Batch
 from tests.contract.harness import World
 from tests.contract.kinds.random_drop import RandomDropCache, list_kept
-from tests.contract.test_kv_formats import what_is_left
 from tests.contract.visible_tokens import visible_in_row
+from tests.kernels.rounded_vectors import round_to_int8
 
 DROPPING = ("random_drop", "random_drop_by_head")
 kinds = pytest.mark.parametrize("kind", DROPPING)
@@ -37,7 +37,7 @@ def check_rows(rows: list[tuple[Reading, int]], result: StepOutputs) -> None:
             assert mask is not None
             q, k, v = text.q[layer][start:end], text.k[layer][:end], text.v[layer][:end]
             if getattr(reading.cache.options, "k_dtype", "model") == "int8":
-                k, v = what_is_left(k), what_is_left(v)
+                k, v = round_to_int8(k), round_to_int8(v)
             assert torch.equal(check_keys(k, v, result.keys[i][layer]), mask[:, -1])
             out = result.outs[i][layer]
             assert (out.double() - attention(q, k, v, spec, mask)).abs().max() < TOLERANCE[q.dtype]

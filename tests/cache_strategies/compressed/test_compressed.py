@@ -90,15 +90,15 @@ def test_the_keys_of_least_norm_stay_with_those_that_are_protected(rng: random.R
 def test_what_stays_does_not_depend_on_how_a_text_is_cut(backend: str, scorer: str, rng: random.Random) -> None:
     options = {"every": 24, "recent": 3, "budget": rng.choice([30, 0.4]), "by_head": rng.random() < 0.5}
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
-    kv_dtype = rng.choice(["model", "int8"])
-    print(options, dtype, kv_dtype)
+    format = rng.choice(["model", "int8"])
+    print(options, dtype, format)
     settings = StrategySettings(
         kind="compressed",
         scorer=scorer,
         scorer_options=SMALL.get(scorer, {}),
         block_size=16,
-        k_dtype=kv_dtype,
-        v_dtype=kv_dtype,
+        k_dtype=format,
+        v_dtype=format,
         **options,
     )
     length = 80  # past three boundaries, of which the last two drop keys
@@ -110,19 +110,19 @@ def test_what_stays_does_not_depend_on_how_a_text_is_cut(backend: str, scorer: s
         world.check_integrity()
         found.append(keys)
     for layer, (k, v, positions) in enumerate(found[0]):
-        check_stored(k, text.k[layer], positions, kv_dtype)
-        check_stored(v, text.v[layer], positions, kv_dtype)
+        check_stored(k, text.k[layer], positions, format)
+        check_stored(v, text.v[layer], positions, format)
     for other in found[1:]:
         for mine, theirs in zip(found[0], other, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def check_stored(kept: Tensor, computed: Tensor, positions: Tensor, kv_dtype: str) -> None:
+def check_stored(kept: Tensor, computed: Tensor, positions: Tensor, format: str) -> None:
     """Check that what is kept [S,H,D] is what was computed [T,H,D] at these positions [S,H], bit for bit but int8."""
     heads = torch.arange(kept.shape[1])
     want = computed[positions.clamp_min(0), heads].masked_fill((positions < 0)[..., None], 0.0)
     got = kept.masked_fill((positions < 0)[..., None], 0.0)
-    if kv_dtype == "int8":
+    if format == "int8":
         torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=computed.abs().max().item() / 200)
     else:
         assert torch.equal(got, want)

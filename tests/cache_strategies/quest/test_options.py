@@ -18,7 +18,7 @@ from plugin_kit.driver.texts import random_text
 from tests.cache_strategies.cache_driver import get_token_bytes
 from tests.cache_strategies.quest.brute_force import LAYERS, make_world, read_prompt
 from tests.contract.harness import World
-from tests.contract.test_kv_formats import what_is_left
+from tests.kernels.rounded_vectors import round_to_int8
 
 
 @pytest.mark.parametrize(
@@ -93,15 +93,15 @@ def test_attention_over_int8_is_over_what_is_left_of_the_keys_that_are_read() ->
             for head in range(spec.num_kv_heads):
                 listed[head, positions[:, head]] = True
             assert listed.sum(1).tolist() == [4 * 4 + (end - 1) % 4 + 1] * spec.num_kv_heads
-            k, v = what_is_left(text.k[layer][:end]), what_is_left(text.v[layer][:end])
+            k, v = round_to_int8(text.k[layer][:end]), round_to_int8(text.v[layer][:end])
             want = attention(text.q[layer][end - 1 : end], k, v, spec, listed[:, None])
             assert (result.outs[0][layer].double() - want).abs().max() < 2e-6
 
 
 def test_int8_takes_summaries_in_float32() -> None:
     sizes = {}
-    for kv_dtype in ("model", "int8"):
-        settings = StrategySettings.model_validate({"kind": "quest", "k_dtype": kv_dtype, "v_dtype": kv_dtype})
+    for format in ("model", "int8"):
+        settings = StrategySettings.model_validate({"kind": "quest", "k_dtype": format, "v_dtype": format})
         world = World({"it": settings}, layers=[LayerSpec(2, 6, 64, 64)], dtype=torch.bfloat16)
-        sizes[kv_dtype] = get_token_bytes(world.caches["it"])
+        sizes[format] = get_token_bytes(world.caches["it"])
     assert sizes == {"model": 2 * (2 * 128 + 2 * 128 / 32), "int8": 2 * (2 * 68 + 2 * 256 / 32)}

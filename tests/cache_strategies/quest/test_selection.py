@@ -15,7 +15,7 @@ from kernels.types import LayerSpec
 from plugin_kit.driver.steps import step
 from plugin_kit.driver.texts import random_text
 from tests.cache_strategies.quest.brute_force import LAYERS, check, generate, make_world, open_prompt, read_prompt
-from tests.contract.test_kv_formats import what_is_left
+from tests.kernels.rounded_vectors import round_to_int8
 
 HYBRID = (LAYERS[0], LayerSpec(1, 3, 4, 8, window=9), LAYERS[1], LayerSpec(4, 4, 8, 4))
 
@@ -42,12 +42,12 @@ def test_rows_of_all_kinds_in_one_step(rng: random.Random) -> None:
 
 
 # ---------------------------------------------------------------- the summaries
-@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+@pytest.mark.parametrize("format", ["model", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_summary_bounds_the_product_of_every_key_with_every_query(
-    dtype: torch.dtype, kv_dtype: str, rng: random.Random
+    dtype: torch.dtype, format: str, rng: random.Random
 ) -> None:
-    world = make_world(layers=HYBRID, dtype=dtype, k_dtype=kv_dtype, v_dtype=kv_dtype)
+    world = make_world(layers=HYBRID, dtype=dtype, k_dtype=format, v_dtype=format)
     text = random_text(rng.randrange(99), 90, HYBRID, dtype)
     reading = read_prompt(world, text, 80)
     step([(reading, 1)])
@@ -62,7 +62,7 @@ def test_a_summary_bounds_the_product_of_every_key_with_every_query(
                 blocks = cache.table.host_tables[head, reading.sequence.index, :num_full]  # type: ignore[attr-defined]
                 found = group.summaries.get(layer)[torch.from_numpy(blocks.astype(np.int64))]
                 keys = text.k[layer][:80]
-                stored = (what_is_left(keys) if kv_dtype == "int8" else keys)[:, head].unflatten(0, (num_full, 4))
+                stored = (round_to_int8(keys) if format == "int8" else keys)[:, head].unflatten(0, (num_full, 4))
                 largest, smallest = found.chunk(2, 1)
                 assert torch.equal(largest, stored.amax(1).to(found.dtype))
                 assert torch.equal(smallest, stored.amin(1).to(found.dtype))

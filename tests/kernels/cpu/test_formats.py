@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.kv_formats import UINT4, KVFormat, KVFormats
+from kernels.kv_formats import INT4, INT8, KVFormat, KVFormats
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.types import LayerSpec
 from tests.kernels.backend_matrix import BACKENDS, TOLERANCE
+from tests.kernels.rounded_vectors import hadamard_matrix
 from tests.kernels.test_attention import expected
 
 CPUS = [name for name in BACKENDS if name.startswith("cpu-")]
@@ -22,10 +23,10 @@ DIMS = (8, 16, 24, 64, 80, 96, 128, 256)
 GROUP = 64
 FORMATS = {
     "model": None,
-    "int8": KVFormat(torch.int8),
-    "int8 rotated": KVFormat(torch.int8, rotated=True),
-    "int4": KVFormat(UINT4),
-    "int4 rotated": KVFormat(UINT4, rotated=True),
+    "int8": INT8,
+    "int8 rotated": INT8._replace(rotated=True),
+    "int4": INT4._replace(rotated=False),
+    "int4 rotated": INT4,
 }
 PAIRS = [
     *product(("model", "int8", "int4 rotated"), repeat=2),
@@ -83,15 +84,6 @@ def quantize_half(x: Floats) -> tuple[NDArray[np.uint8], float]:
     return np.clip(np.rint(exact) + 8, 0, 15).astype(np.uint8), float(scale)
 
 
-def hadamard(dim: int) -> Tensor:
-    """Return the matrix of the rotation, from its definition."""
-    matrix, two = np.ones((1, 1)), np.array([[1, 1], [1, -1]])
-    size = dim & -dim
-    while len(matrix) < size:
-        matrix = np.kron(two, matrix)
-    return torch.from_numpy(np.kron(np.eye(dim // size), matrix / size**0.5))
-
-
 # -------------------------------------------------------------------- writing
 def draw_vectors(dim: int, dtype: torch.dtype) -> Tensor:
     """Return vectors [n, 2, dim]: random ones, and those at the limits of the format."""
@@ -110,7 +102,7 @@ def draw_vectors(dim: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("rotated", [False, True], ids=["as it is", "rotated"])
 @pytest.mark.parametrize("dim", DIMS)
 def test_int4_has_the_bits_that_the_format_says(backend: str, dtype: torch.dtype, dim: int, rotated: bool) -> None:
-    spec, format = LayerSpec(2, 2, dim, dim), KVFormat(UINT4, rotated)
+    spec, format = LayerSpec(2, 2, dim, dim), INT4._replace(rotated=rotated)
     formats, vectors = KVFormats(format, format), draw_vectors(dim, dtype)
     case = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(0, len(vectors))], dtype, formats=formats)
     case.k, case.v = [vectors], [vectors.flip(0)]
@@ -168,7 +160,7 @@ def worth(numbers: Tensor, scale: Tensor | None = None, *, rotated: bool) -> Ten
         x = torch.cat([(each.double() - 8) * by[..., [i]] for half, by in pairs for i, each in enumerate(half)], -1)
     elif scale is not None:
         x = x * scale[..., None].double()
-    return x @ hadamard(x.shape[-1]) if rotated else x
+    return x @ torch.from_numpy(hadamard_matrix(x.shape[-1])) if rotated else x
 
 
 def make_case(
