@@ -70,7 +70,7 @@ Watch it ({access}):
 
 
 def _format_strategies(strategies: Sequence[Mapping[str, Any]], default: str) -> str:
-    """Return a line for each strategy: its name, how many tokens it has room for, its kind and its options."""
+    """Return a line for each strategy: its name, how many tokens it has room for, its kind, and options given."""
     width = max(len(each["name"]) for each in strategies)
     lines = []
     for each in strategies:

@@ -87,7 +87,10 @@ def _format_dtype(dtype: torch.dtype) -> str:
 
 
 def summarize_engine(engine: Engine) -> dict[str, Any]:
-    """Return the summary that is printed at start: model, device, memory, and the capacity of each strategy."""
+    """Return the summary that is printed at start: model, device, memory, and each strategy's capacity and options.
+
+    Options that have their defaults are left out.
+    """
     core = engine.core
     return {
         **{
@@ -99,7 +102,7 @@ def summarize_engine(engine: Engine) -> dict[str, Any]:
             {
                 "name": d.name,
                 "kind": d.kind,
-                "options": d.options.model_dump(),
+                "options": d.options.model_dump(exclude_defaults=True),
                 "capacity_tokens": compute_capacity_tokens(core.instances[d.name], engine.max_seq_len),
             }
             for d in engine.instances
