@@ -8,10 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from kernels.kv_formats import INT4, INT8, KVFormat
 from tools.bench.models import ModelShape
 
 SETTINGS_FILE = Path(__file__).with_name("long_contexts.toml")
-SCALE_BYTES = 4  # bytes of the scale of an int8 key or value
+FORMATS = {"model": KVFormat(torch.bfloat16), "int8": INT8, "int4": INT4}  # of keys, and of values
 
 StrategyOptions = Mapping[str, Any]  # the options of a strategy instance, as in the settings file
 
@@ -31,10 +34,9 @@ def get_options(strategy: str) -> StrategyOptions:
 def compute_read_bytes(strategy: str, shape: ModelShape, context: float) -> float:
     """Return the bytes of keys and values that a decode step reads for a stream of `context` tokens (a mean)."""
     options = get_options(strategy)
-    per_token = shape.kv_bytes_per_token
-    if options.get("k_dtype") == "int8":
-        per_token = shape.layers * 2 * shape.kv_heads * (shape.head_dim + SCALE_BYTES)
-    return min(context, count_read_tokens(options, context)) * float(per_token)
+    k, v = (FORMATS[options.get(name, "model")] for name in ("k_dtype", "v_dtype"))
+    per_head = k.compute_vector_bytes(shape.head_dim) + v.compute_vector_bytes(shape.head_dim)
+    return min(context, count_read_tokens(options, context)) * float(shape.layers * shape.kv_heads * per_head)
 
 
 def count_read_tokens(options: StrategyOptions, context: float) -> float:

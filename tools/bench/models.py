@@ -53,11 +53,6 @@ class ModelShape:
         """The dimensions of a head."""
         return self.hidden_size // self.heads
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """The bytes of a token's keys and values in bfloat16."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * BFLOAT16_BYTES
-
     def matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """Yield the name and the shape [out, in] of every matrix, the embedding first."""
         d, kv = self.hidden_size, self.kv_heads * self.head_dim

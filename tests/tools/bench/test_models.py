@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from server.models.config import load_config
 from tests.engine.engine_driver import Driver
 from tests.tools.bench.small_shape import SMALL_SHAPE
+from tools.bench.long_contexts import compute_read_bytes
 from tools.bench.models import LLAMA, QWEN
 
 
@@ -27,9 +28,8 @@ def test_bytes_of_a_step_are_the_least_that_the_engine_can_read(folder: Path, we
         2 * (-(-out // 64) * -(-width // 64) * 64**2 - out * width) for _, (out, width) in SMALL_SHAPE.matrices()
     )
     assert 0 <= more <= padded
-    assert (
-        driver.core.instances["contiguous"].bytes_for(1) == driver.engine.max_seq_len * SMALL_SHAPE.kv_bytes_per_token
-    )
+    kv_bytes = compute_read_bytes("contiguous", SMALL_SHAPE, driver.engine.max_seq_len)
+    assert driver.core.instances["contiguous"].bytes_for(1) == kv_bytes
 
 
 def test_it_answers_and_every_id_has_a_text(folder: Path) -> None:
