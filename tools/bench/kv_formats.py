@@ -65,6 +65,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add, there = parser.add_argument, [str(model.path) for model in REAL_MODELS.values() if model.path.exists()]
     add("--model", nargs="+", default=there, help="GGUF files (default: those that `make models` has fetched)")
     add("--programs", nargs="+", choices=(THEIRS, OURS), default=[THEIRS, OURS], help="(default: both)")
+    names = [*KVMUX, *LLAMA_CPP]
+    add("--formats", nargs="+", choices=names, metavar="FORMAT", default=names, help=f"of: {'; '.join(names)}")
     add("--text", nargs="+", type=Path, required=True, help="files of text, of which the beginning is read")
     add("--lengths", nargs="+", type=int, default=[1024, 4096, 8192], help="tokens that are read")
     add("--last", type=int, default=256, help="last tokens, which count")
@@ -122,14 +124,17 @@ def _measure(texts: FormatTexts, program: str) -> Iterator[Reading]:
 def _measure_llama_cpp(texts: FormatTexts) -> dict[str, dict[str, float]]:
     """Return the figures of each format of llama.cpp. Raises RunError."""
     folder, options = texts.installer.folder, texts.options
+    formats = {name: each for name, each in LLAMA_CPP.items() if name in options.formats}
     arguments = [folder / "source", folder / "build" / "bin", texts.model, options.threads, texts.ids, options.last]
-    said = run_module("tools.peers.llama_cpp_divergence", *map(str, arguments), *LLAMA_CPP.values())
-    return dict(zip(LLAMA_CPP, map(json.loads, said.splitlines()), strict=True))
+    said = run_module("tools.peers.llama_cpp_divergence", *map(str, arguments), *formats.values())
+    return dict(zip(formats, map(json.loads, said.splitlines()), strict=True))
 
 
 def _measure_kvmux(texts: FormatTexts) -> dict[str, dict[str, float]]:
     """Return the figures of each format of kvmux. Raises RunError."""
-    options, flags = texts.options, [part for each in KVMUX.values() for part in ("--strategy", each)]
+    options = texts.options
+    formats = {name: each for name, each in KVMUX.items() if name in options.formats}
+    flags = [part for each in formats.values() for part in ("--strategy", each)]
     flags += ["--model", texts.model, "--text", str(texts.text), "--length", str(texts.length), "--texts", "1"]
     flags += ["--last", str(options.last), "--records", "0", "--dtype", options.dtype]
     flags += ["--threads", str(options.threads), "--weights", options.weights, "--kernels", options.kernels]
@@ -137,7 +142,7 @@ def _measure_kvmux(texts: FormatTexts) -> dict[str, dict[str, float]]:
         file = Path(folder) / "report.json"
         run_module("server", "evaluate", *flags, "--json", str(file))
         _, *results = json.loads(file.read_text())["strategies"]  # the first is exact
-    return {name: each["text"] for name, each in zip(KVMUX, results, strict=True)}
+    return {name: each["text"] for name, each in zip(formats, results, strict=True)}
 
 
 GROUP = Group(
