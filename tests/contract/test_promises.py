@@ -72,6 +72,6 @@ def test_what_promises_are_made_follows_from_the_contract(rng: random.Random) ->
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", ROUNDED)
-def test_int8_is_replayed_in_any_rows_and_after_failures(name: str, rng: random.Random) -> None:
+def test_rounded_keys_are_replayed_in_any_rows_and_after_failures(name: str, rng: random.Random) -> None:
     for check in (check_replay, check_other_rows, check_failed_steps, check_dropped_count):
         check(make_trial(ROUNDED[name], rng))
