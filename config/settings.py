@@ -582,7 +582,13 @@ class Settings(
         """Declare the instance of the preset, if one is set; it is the default unless `default_strategy` is given."""
         if self.preset is None:
             return
-        self.strategies.setdefault(self.preset, StrategySettings.model_validate({"preset": self.preset}))
+        preset = StrategySettings.model_validate({"preset": self.preset})
+        own = self.strategies.setdefault(self.preset, preset)
+        if own.kind != preset.kind or not preset.options.keys() <= own.options.keys():
+            raise ValueError(
+                f"preset {self.preset!r} would be the instance of that name, which [strategies.{self.preset}] declares "
+                f'without it: add preset = "{self.preset}" to the table, or choose another name for it'
+            )
         if "default_strategy" not in self.model_fields_set:
             self.default_strategy = self.preset
 

@@ -62,6 +62,12 @@ def test_the_servers_preset_serves_requests_that_name_no_instance() -> None:
     assert Settings(preset="small", default_strategy="paged").default_strategy == "paged"
 
 
+@pytest.mark.parametrize("own", [{"kind": "quest"}, {"kind": "paged", "k_dtype": "int8"}])
+def test_another_instance_with_the_presets_name_is_refused(own: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r'add preset = "small" to the table'):
+        Settings(preset="small", strategies={"small": own})  # type: ignore[dict-item]
+
+
 def test_a_built_in_instance_may_have_a_preset() -> None:
     settings = Settings(strategies={"paged": {"preset": "long"}})  # type: ignore[dict-item]
     assert settings.strategies["paged"].kind == "quest"
