@@ -1,4 +1,8 @@
-"""Calls of tools after 4,000 tokens of conversation, with keys and values in every format."""
+"""Calls of tools after 4,000 tokens of conversation, with keys and values in every format.
+
+A call is required: whether this model begins one by itself after a long text is another question, and with exact keys
+and values, too, it often says nothing. Which tool it calls, and with what, is its own choice.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ PARALLEL = 8
 EXCERPTS, EXCERPT = 6, 2_000  # excerpts of real text in the conversation, and characters of each
 LEAST_TOKENS, MOST_TOKENS = 3_500, 4_500  # of the conversation
 
-CITIES = ("Oslo", "Lisbon", "Nairobi", "Quito", "Hanoi", "Tallinn", "Montevideo", "Sapporo", "Adelaide", "Zagreb")
+CITIES = ("Oslo", "Denver", "Nairobi", "Quito", "Hanoi", "Tallinn", "Montevideo", "Sapporo", "Adelaide", "Zagreb")
 CURRENCIES = ("EUR", "USD", "JPY", "CHF", "GBP", "SEK", "INR", "BRL")
 TITLES = ("Budget review", "Dentist", "Team lunch", "Piano lesson", "Site visit", "Book club")
 NAMES = ("anna.keller", "jonas.berg", "mei.tanaka", "luis.ortega", "priya.nair", "tom.fischer")
@@ -93,8 +97,8 @@ def count_right(server: Server, instance: str, earlier: list[Any], tasks: list[T
 def ask(server: Server, instance: str, earlier: list[Any], task: Task) -> Any:
     """Return the answer to a conversation that ends with the task's message."""
     messages = [*earlier, {"role": "user", "content": task.message}]
-    body = {"model": server.model, "messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 100}
-    answer = server.post("/v1/chat/completions", **body, kv_cache=instance)
+    body = {"model": server.model, "messages": messages, "tools": TOOLS, "tool_choice": "required"}
+    answer = server.post("/v1/chat/completions", **body, temperature=0, max_tokens=100, kv_cache=instance)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
