@@ -1,7 +1,7 @@
 """Calls of tools after 4,000 tokens of conversation, with keys and values in every format.
 
-A call is required: after so long a text this model often ends its message at once otherwise, with exact keys and values,
-too (31 of 50). Which tool it calls, and with what arguments, is its own choice.
+A call is required: after so long a text this model often ends its message at once otherwise, with exact keys and
+values, too (30 of 50). Which tool it calls, and with what arguments, is its own choice.
 """
 
 from __future__ import annotations
