@@ -10,7 +10,7 @@ import pytest
 from tests.end_to_end.server_process import Server
 from tests.real.serving import FORMATS, list_exact, serving_every_kind
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 DEPTHS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95)
 FILLER = (
     "The harbour was quiet that morning, and the boats lay in a row.",
