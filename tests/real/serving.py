@@ -15,9 +15,16 @@ from tests.patience import PATIENCE
 from tests.real.model_files import find_model
 from tools.strategies_file import format_strategies
 
+SETTINGS = "kvmux.toml"
 OPTIONS: Mapping[str, Mapping[str, Any]] = {  # of kinds whose defaults would keep a short text whole
     "sliding_window": {"window": 512},
     "compressed": {"budget": 0.5},
+}
+FORMATS: Mapping[str, Mapping[str, Any]] = {  # of keys and values in fewer bits; where a preset has them, by the preset
+    "int8": {"kind": "paged", "k_dtype": "int8", "v_dtype": "int8"},
+    "small": {"preset": "small"},
+    "int4": {"kind": "paged", "k_dtype": "int4", "v_dtype": "int4"},
+    "long": {"preset": "long"},
 }
 
 # Products in float32: otherwise types like Q8_0 are multiplied by activations of 8 bits, as in llama.cpp.
@@ -25,20 +32,29 @@ EXACT = ("--dtype", "float32", "--weights", "f32", "--weights-cache", "off")
 
 
 @contextmanager
-def serving_every_kind(
+def serving_instances(
     model: str,
     folder: Path,
     *flags: str,
+    instances: Mapping[str, Mapping[str, Any]],
     max_seq_len: int = 2048,
     kv_memory: str = "2GiB",
-    instances: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Iterator[Server]:
+    """Serve a real model with these strategy instances, which are written to SETTINGS in the folder."""
+    config = folder / SETTINGS
+    config.write_text(format_strategies(instances))
+    sizes = ("--max-seq-len", str(max_seq_len), "--kv-memory", kv_memory)
+    with serving("--config", str(config), "--model", str(find_model(model)), *sizes, *flags, anew=True) as server:
+        yield server
+
+
+@contextmanager
+def serving_every_kind(
+    model: str, folder: Path, *flags: str, instances: Mapping[str, Mapping[str, Any]] | None = None, **sizes: Any
 ) -> Iterator[Server]:
     """Serve a real model with an instance of each registered kind, under the kind's name, and those named here."""
     every = {kind: {"kind": kind, **OPTIONS.get(kind, {})} for kind in list_kinds()} | (instances or {})
-    config = folder / "kvmux.toml"
-    config.write_text(format_strategies(every))
-    sizes = ("--max-seq-len", str(max_seq_len), "--kv-memory", kv_memory)
-    with serving("--config", str(config), "--model", str(find_model(model)), *sizes, *flags, anew=True) as server:
+    with serving_instances(model, folder, *flags, instances=every, **sizes) as server:
         yield server
 
 
