@@ -292,12 +292,13 @@ class MetalOps(ReferenceOps):
         spec: LayerSpec,
         *,
         window: int | None = None,
+        lse: Tensor | None = None,
     ) -> None:
-        reference.check_attend(out, q, store, layer, at, spec, window)
+        reference.check_attend(out, q, store, layer, at, spec, window, lse)
         self._addresses.check("attend", at, store, len(q))
         known = has_kernel_dtype(q, out) and has_kv_kernels(store, layer, q.dtype)
-        if not known or get_kernel_shape(spec) is None:
-            return super().attend(out, q, store, layer, at, spec, window=window)
+        if lse is not None or not known or get_kernel_shape(spec) is None:
+            return super().attend(out, q, store, layer, at, spec, window=window, lse=lse)
         return self._attention(out, q, store, layer, at, spec, window)
 
 
