@@ -352,12 +352,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (LOGIC, "totals", "merge", ", «$partial[$from].$total→1.0f», $theirs)"),
         (LOGIC, "padding", "merge", "«if ($query < 0) return;→» Sums"),
         (LOGIC, "learned sinks", "merge", "$all, «$sink_logits[$head]→NOTHING», $v"),
-        (
-            INDEX,
-            "the token of a sum's logarithm",
-            "merge",
-            "$row = $splits.$first_row + $at.z; ... lse_of($lse, $a, «$token→$row», $head)",
-        ),
+        (WRITERS, "heads of a sum's logarithm", "merge", "lse_of($lse, $a, $token, «$head→0»)"),
     ),
     *_barrier("prefill", "before keys are read", "prefill", KERNEL, "$ours.score", "mem_none", "simdgroup"),
     *_barrier("prefill", "before values come", "prefill", KERNEL, "$tile.fetch", "mem_device", "lane"),
