@@ -322,6 +322,7 @@ class Ops(Protocol):
         spec: LayerSpec,
         *,
         window: int | None = None,
+        lse: Tensor | None = None,
     ) -> None:
         """Attend from q [N,Hq,D] to the stored keys and values, into out [N,Hq,Dv].
 
@@ -330,6 +331,10 @@ class Ops(Protocol):
         among the latest `window` or in a sink slot. Tiles of keys are summed in float32, in an order that depends on
         indices alone. Rows of `out` for padding are not written. Keys and values that a query does not see never change
         its result, even if they are NaN or infinite.
+
+        If `lse` [N, Hq] float32 is given, the logarithms of the sums of the exponentials of each query's scores are
+        written to it: with them results over parts of the keys can be merged (Flash-Decoding, Dao et al. 2023). Scores
+        are those of the keys as stored: without `LayerSpec.k_mean` if they are centered. A sink logit counts as a key.
         """
         ...
 

@@ -190,12 +190,13 @@ class CpuOps(ReferenceOps):
         spec: LayerSpec,
         *,
         window: int | None = None,
+        lse: Tensor | None = None,
     ) -> None:
         if max(spec.head_dim, spec.v_head_dim) > MAX_DIM:
-            return super().attend(out, q, store, layer, at, spec, window=window)
+            return super().attend(out, q, store, layer, at, spec, window=window, lse=lse)
         heads = spec.num_kv_heads, spec.head_dim, spec.v_head_dim
         if heads != store.heads(layer) or q.shape[1:2] != (spec.num_q_heads,) or store.split_heads != at.split_heads:
-            check_attend(out, q, store, layer, at, spec, window)  # raises ValueError
+            check_attend(out, q, store, layer, at, spec, window, lse)  # raises ValueError
         self._library.attend(
             out,
             q,
@@ -209,6 +210,7 @@ class CpuOps(ReferenceOps):
             spec.scale,
             spec.softcap or 0.0,
             spec.sink_logits,
+            lse,
         )
         return None
 

@@ -292,13 +292,14 @@ class MetalOps(ReferenceOps):
         spec: LayerSpec,
         *,
         window: int | None = None,
+        lse: Tensor | None = None,
     ) -> None:
-        reference.check_attend(out, q, store, layer, at, spec, window)
+        reference.check_attend(out, q, store, layer, at, spec, window, lse)
         self._addresses.check("attend", at, store, len(q))
         has_formats = has_kernel_dtype(q, out) and has_kv_kernels(store, layer, q.dtype)
         if not has_formats or get_kernel_shape(spec) is None:
-            return super().attend(out, q, store, layer, at, spec, window=window)
-        return self._attention(out, q, store, layer, at, spec, window)
+            return super().attend(out, q, store, layer, at, spec, window=window, lse=lse)
+        return self._attention(out, q, store, layer, at, spec, window, lse)
 
 
 class GemvCall(NamedTuple):

@@ -55,7 +55,15 @@ class TiledAttention:
         self._groups.pop(at, None)
 
     def attend(
-        self, out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, window: int | None
+        self,
+        out: Tensor,
+        q: Tensor,
+        store: KVStore,
+        layer: int,
+        at: Slots,
+        spec: LayerSpec,
+        window: int | None,
+        lse: Tensor | None = None,
     ) -> None:
         """Compute `Ops.attend`; the arguments must have been checked."""
         by_window = self._groups.setdefault(at, {})
@@ -63,10 +71,18 @@ class TiledAttention:
         if key not in by_window:
             by_window[key] = list(_iter_groups(at, spec.window, window))
         for group in by_window[key]:
-            out[group.tokens] = self._attend_group(q[group.tokens], store, layer, group, spec).to(out.dtype)
+            mixed, sums = self._attend_group(q[group.tokens], store, layer, group, spec)
+            out[group.tokens] = mixed.to(out.dtype)
+            if lse is not None:
+                lse[group.tokens] = sums
 
-    def _attend_group(self, q: Tensor, store: KVStore, layer: int, group: _Group, spec: LayerSpec) -> Tensor:
-        """Attend from q [B*n, Hq, D] by online softmax (Milakov & Gimelshein 2018) -> [B*n, Hq, Dv] float32."""
+    def _attend_group(
+        self, q: Tensor, store: KVStore, layer: int, group: _Group, spec: LayerSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Attend from q [B*n, Hq, D] by online softmax (Milakov & Gimelshein 2018).
+
+        Return the output [B*n, Hq, Dv], and the log of the sum of the exponentials of scores [B*n, Hq], both float32.
+        """
         B, n, H, Dv = group.rows, group.queries, spec.num_kv_heads, spec.v_head_dim
         G = spec.num_q_heads // H  # number of query heads that share a KV head
         k_plane, v_plane = store.planes(layer)
@@ -96,7 +112,8 @@ class TiledAttention:
             acc.mul_(rescale)
         acc.div_(total)
         out = hadamard(acc) if v_plane.format.rotated else acc
-        return out.view(B, H, n, G, Dv).transpose(1, 2).reshape(B * n, H * G, Dv)
+        out, lse = (x.view(B, H, n, G, -1).transpose(1, 2).reshape(B * n, H * G, -1) for x in (out, top + total.log()))
+        return out, lse[..., 0]
 
     def _load_tile(self, name: str, plane: Plane, tile: _Tile, dim: int) -> Tensor:
         """Return the stored keys or values of a tile as float32 [B*H, TILE, dim].

@@ -164,10 +164,11 @@ class ReferenceOps(CompositeOps):
         spec: LayerSpec,
         *,
         window: int | None = None,
+        lse: Tensor | None = None,
     ) -> None:
-        check_attend(out, q, store, layer, at, spec, window)
+        check_attend(out, q, store, layer, at, spec, window, lse)
         self._addresses.check("attend", at, store, len(q))
-        self._tiled_attention.attend(out, q, store, layer, at, spec, window)
+        self._tiled_attention.attend(out, q, store, layer, at, spec, window, lse)
 
     def gather(self, store: KVStore, layer: int, at: Slots, row: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         self._addresses.check("gather", at, store)
@@ -308,7 +309,14 @@ def check_write_kv(store: KVStore, layer: int, k: Tensor, v: Tensor) -> None:
 
 
 def check_attend(
-    out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, window: int | None
+    out: Tensor,
+    q: Tensor,
+    store: KVStore,
+    layer: int,
+    at: Slots,
+    spec: LayerSpec,
+    window: int | None,
+    lse: Tensor | None = None,
 ) -> None:
     """Raise ValueError for wrong arguments of `Ops.attend`, except its addresses, which `SlotsChecker` checks."""
     H, D, Dv = store.heads(layer)
@@ -328,6 +336,8 @@ def check_attend(
     )
     check_tensor("attend", "q", q, (ANY, heads, D), device=device)
     check_tensor("attend", "out", out, (len(q), heads, Dv), (q.dtype,), device)
+    if lse is not None:
+        check_tensor("attend", "lse", lse, (len(q), heads), (torch.float32,), device)
     if spec.sink_logits is not None:
         check_tensor("attend", "sink_logits", spec.sink_logits, (heads,), device=device)
 
