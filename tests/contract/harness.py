@@ -28,6 +28,11 @@ VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {  # options every built-i
         {"budget": 5, "block_size": 1},
         {"budget": 0.3, "min_tokens": 32, "block_size": 7, "prefix_cache": False},
     ],
+    "residual": [
+        {"k_dtype": "model", "v_dtype": "model", "residual_length": 8, "sinks": 2, "block_size": 4},
+        {"k_dtype": "int8", "v_dtype": "int8", "residual_length": 1, "sinks": 0, "block_size": 1, "max_row": 20},
+        {"k_dtype": "int8", "v_dtype": "int8", "residual_length": 30, "max_row": 7, "prefix_cache": False},
+    ],
     "sliding_window": [
         {},
         {"window": 1, "sinks": 0, "max_row": 20},
