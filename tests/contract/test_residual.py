@@ -1,0 +1,200 @@
+"""residual: each query reads the latest and first tokens in full, and all others as they are quantized."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from cache_strategies.residual.options import ResidualOptions
+from config.errors import SettingsError
+from config.settings import StrategySettings
+from kernels.types import LayerSpec
+from plugin_kit.driver.steps import Reading, attend, count_until_stop, step
+from plugin_kit.driver.texts import random_text, spliced
+from server.engine.batch import Batch
+from tests.contract.harness import World
+from tests.contract.residual_attention import (
+    BLOCK,
+    LAYERS,
+    LENGTH,
+    SINKS,
+    Read,
+    make_world,
+    open_text,
+    read_rows,
+)
+
+pytestmark = pytest.mark.every_backend
+
+FORMATS = [("int8", "int4"), ("int4", "int4"), ("int8", "int8"), ("int4", "model"), ("model", "int8")]
+RING = 2 * LENGTH - 1
+
+
+def draw_row(read: Read, rng: random.Random) -> tuple[Read, int]:
+    """Return a text and the size of its next row, of any size that it may have."""
+    return read, read.reading.chunk(rng.choice([1, 1, 2, 3, LENGTH, 50]))
+
+
+# ---------------------------------------------------------------- what queries read
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+def test_queries_read_the_latest_and_the_first_tokens_in_full(
+    formats: tuple[str, str], dtype: torch.dtype, rng: random.Random
+) -> None:
+    options = {"residual_length": rng.choice([1, 2, LENGTH, 30]), "sinks": rng.choice([0, 1, SINKS, 9])}
+    options |= {"max_row": rng.choice([None, 4, 17]), "k_dtype": formats[0], "v_dtype": formats[1]}
+    print(options)
+    world = make_world(dtype=dtype, **options)
+    reads = [open_text(world, random_text(seed, 70, LAYERS, dtype), max_cached=0) for seed in rng.sample(range(99), 3)]
+    while unread := [read for read in reads if read.reading.left]:
+        read_rows([draw_row(read, rng) for read in rng.sample(unread, rng.randint(1, len(unread)))])
+        world.check_integrity()
+
+
+def test_a_row_ends_where_quantized_keys_begin_and_is_no_longer_than_the_ring_allows() -> None:
+    sequence = open_text(make_world(), random_text(1, 60, LAYERS)).reading.sequence
+    assert count_until_stop(sequence, 99) == LENGTH
+    world = make_world(max_row=25)
+    read = open_text(world, random_text(1, 60, LAYERS))
+    sizes = []
+    while read.reading.left:
+        sizes.append(read.reading.chunk(99))
+        read_rows([(read, sizes[-1])])
+    assert sizes == [SINKS + LENGTH, 25, 60 - 25 - SINKS - LENGTH]
+
+
+# ---------------------------------------------------------------- what was found, forked or dropped
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+def test_found_tokens_are_known_as_they_are_quantized(
+    formats: tuple[str, str], dtype: torch.dtype, rng: random.Random
+) -> None:
+    world = make_world(dtype=dtype, k_dtype=formats[0], v_dtype=formats[1])
+    text = random_text(1, 70, LAYERS, dtype)
+    first = open_text(world, text)
+    while first.length < 50:
+        read_rows([draw_row(first, rng)])
+    if rng.random() < 0.5:
+        first.reading.sequence.close()
+    for common in (rng.randint(BLOCK, 45), rng.randint(0, 12)):
+        other = open_text(world, spliced(text, random_text(2 + common, 70, LAYERS, dtype), common))
+        assert other.length == common // BLOCK * BLOCK
+        while other.reading.left:
+            read_rows([draw_row(other, rng)])
+        world.check_integrity()
+
+
+def test_tokens_that_another_sequence_computes_are_waited_for() -> None:
+    world = make_world()
+    text = random_text(1, 40, LAYERS)
+    first = open_text(world, text)
+    second = open_text(world, text)
+    assert second.length == 40 - BLOCK
+    while first.length < 40 - BLOCK:
+        assert not second.reading.sequence.ready()
+        read_rows([(first, first.reading.chunk(99))])
+    assert second.reading.sequence.ready()
+    read_rows([(second, 1)])
+
+
+def test_forks_know_what_their_parent_knows(rng: random.Random) -> None:
+    world = make_world()
+    text = random_text(1, 70, LAYERS)
+    parent = open_text(world, text)
+    at = rng.randint(1, 40)
+    while parent.length < at:
+        read_rows([(parent, min(at - parent.length, parent.reading.chunk(LENGTH)))])
+    reads = [parent, *(parent.fork(spliced(text, random_text(seed, 70, LAYERS), at)) for seed in (2, 3))]
+    for i in range(6):
+        read_rows([draw_row(read, rng) for read in reads])
+        world.check_integrity()
+        if i == 2:
+            reads.pop(0).reading.sequence.close()
+
+
+def test_a_fork_needs_memory_for_its_latest_tokens() -> None:
+    world = make_world(max_seats=1)
+    read = open_text(world, random_text(1, 30, LAYERS))
+    assert read.reading.sequence.fork() is None
+    small = make_world(memory_bytes=make_world(max_seats=1).count_bytes("residual", 160), max_seats=4)
+    read = open_text(small, random_text(1, 140, LAYERS))
+    while read.reading.left:
+        read_rows([(read, read.reading.chunk(LENGTH))])
+    held = small.memory.held_bytes
+    assert read.reading.sequence.fork() is None
+    assert small.memory.held_bytes == held
+    small.check_integrity()
+
+
+@pytest.mark.parametrize("dropped", [1, 3, LENGTH, RING, 30])
+def test_dropped_tokens_bring_back_older_ones_as_they_are_quantized(dropped: int, rng: random.Random) -> None:
+    layers = [spec for spec in LAYERS if spec.window is None]
+    world = make_world(layers=layers)
+    text = random_text(1, 90, layers)
+    read = open_text(world, text)
+    while read.length < 44:
+        read_rows([draw_row(read, rng)])
+    while read.length < 60:  # so the ring has overwritten all but the latest
+        read_rows([(read, 1)])
+    length = read.length - dropped
+    read.truncate(spliced(text, random_text(2, 90, layers), length), length, overwritten=read.length - RING)
+    for _ in range(6):
+        read_rows([draw_row(read, rng)])
+        world.check_integrity()
+
+
+def test_rejected_drafts_overwrite_nothing_that_is_read(rng: random.Random) -> None:
+    world = make_world()
+    read = open_text(world, random_text(1, 80, LAYERS))
+    while read.reading.left > LENGTH:
+        kept = read.length + rng.randint(0, 2)
+        batch = step_without_commit(read.reading, count_until_stop(read.reading.sequence, LENGTH))
+        read.reading.sequence.commit(read.reading.text.ids[read.length : min(kept, batch)])
+        read_rows([(read, 1)])
+
+
+def step_without_commit(reading: Reading, count: int) -> int:
+    """Locate and compute a row of `count` tokens; return where it ends."""
+    attend(Batch([reading.work(count)]), [(reading, count)])
+    return reading.sequence.length + count
+
+
+# ---------------------------------------------------------------- memory, options and contract
+def test_a_sequence_takes_a_block_for_its_latest_tokens_beside_paged_ones() -> None:
+    world = make_world()
+    paged = World(
+        {"residual": StrategySettings(kind="paged", k_dtype="int8", v_dtype="int4", block_size=BLOCK)}, layers=LAYERS
+    )
+    slots = SINKS + RING
+    per_token = sum(4 * s.num_kv_heads * (s.head_dim + s.v_head_dim) for s in LAYERS)
+    sizes, without = (each.get_sizes("residual") for each in (world, paged))
+    assert sizes.block_bytes[:-1] == without.block_bytes
+    assert slots * per_token <= sizes.block_bytes[-1] <= slots * per_token + 64 * 2 * len(LAYERS)
+    for n in (1, 50, 160):
+        assert sizes.count_blocks(n) == [*without.count_blocks(n), 1]
+    read = open_text(world, random_text(1, 60, LAYERS))
+    before = world.caches["residual"].usage().used  # type: ignore[attr-defined]
+    step([(read.reading, 5)])
+    after = world.caches["residual"].usage()  # type: ignore[attr-defined]
+    assert after.used - before > 5 * per_token
+    read.reading.sequence.close()
+    world.caches["residual"].evict(1 << 40)
+    assert not world.memory.held_bytes
+
+
+def test_it_promises_neither_exact_keys_nor_the_same_bits_in_other_rows() -> None:
+    contract = make_world().caches["residual"].contract
+    assert not contract.exact
+    assert not contract.chunk_invariant
+    assert contract.replayable
+    as_computed = make_world(k_dtype="model", v_dtype="model").caches["residual"].contract
+    assert as_computed.exact
+
+
+def test_defaults_are_those_of_small_blocks_with_128_tokens_in_full() -> None:
+    options = ResidualOptions()
+    assert (options.k_dtype, options.v_dtype, options.residual_length, options.sinks) == ("int8", "int4", 128, 4)
+    with pytest.raises(SettingsError, match="v_dtype=int4 needs head dimensions that are multiples of 8"):
+        make_world(layers=[LayerSpec(1, 1, 8, 4)])
