@@ -62,7 +62,7 @@ def test_a_row_ends_where_quantized_keys_begin_and_is_no_longer_than_the_ring_al
     while read.reading.left:
         sizes.append(read.reading.chunk(99))
         read_rows([(read, sizes[-1])])
-    assert sizes == [SINKS + LENGTH, 25, 60 - 25 - SINKS - LENGTH]
+    assert sizes == [SINKS + LENGTH, 25, 25, 1]
 
 
 # ---------------------------------------------------------------- what was found, forked or dropped
@@ -102,10 +102,11 @@ def test_tokens_that_another_sequence_computes_are_waited_for() -> None:
 def test_forks_know_what_their_parent_knows(rng: random.Random) -> None:
     world = make_world()
     text = random_text(1, 70, LAYERS)
-    parent = open_text(world, text)
     at = rng.randint(1, 40)
-    while parent.length < at:
-        read_rows([(parent, min(at - parent.length, parent.reading.chunk(LENGTH)))])
+    parent = open_text(world, text.head(at))
+    while parent.reading.left:
+        read_rows([(parent, parent.reading.chunk(LENGTH))])
+    parent.reading.text = text
     reads = [parent, *(parent.fork(spliced(text, random_text(seed, 70, LAYERS), at)) for seed in (2, 3))]
     for i in range(6):
         read_rows([draw_row(read, rng) for read in reads])
@@ -118,8 +119,10 @@ def test_a_fork_needs_memory_for_its_latest_tokens() -> None:
     world = make_world(max_seats=1)
     read = open_text(world, random_text(1, 30, LAYERS))
     assert read.reading.sequence.fork() is None
-    small = make_world(memory_bytes=make_world(max_seats=1).count_bytes("residual", 160), max_seats=4)
-    read = open_text(small, random_text(1, 140, LAYERS))
+    layers = [spec for spec in LAYERS if spec.window is None]
+    most = make_world(layers=layers).count_bytes("residual", 160)
+    small = make_world(layers=layers, memory_bytes=most)
+    read = open_text(small, random_text(1, 160, layers))
     while read.reading.left:
         read_rows([(read, read.reading.chunk(LENGTH))])
     held = small.memory.held_bytes
