@@ -19,7 +19,7 @@ from torch import Tensor
 from cache_strategies.base import CacheSetup, Rows
 from cache_strategies.block_table import BlockTable
 from cache_strategies.paged.cache import PagedSequence
-from cache_strategies.residual.options import ResidualOptions
+from cache_strategies.residual.options import INT32_MAX, ResidualOptions
 from cache_strategies.types import Geometry
 from kernels.kv_formats import as_formats
 from kernels.ops import KVLocation
@@ -31,8 +31,13 @@ class RingSequence(PagedSequence):
     """A paged sequence with a block for its first and latest tokens."""
 
     ring: int | None = None  # number of its block; None: it has none yet
-    # The block has the tokens from here to `length` - 1, and the sinks before `length`. None: it has nothing yet
-    ring_start: int | None = None
+    is_stale = True  # whether the block may lack tokens that the next row reads, as they were found or overwritten
+    # What the block has of what the sequence has computed itself: the tokens from here on, and the sinks from there on
+    computed_from = computed_sinks_from = INT32_MAX
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self.is_stale = True
 
 
 class RecentTokens:
@@ -74,7 +79,8 @@ class RecentTokens:
         assert parent.ring is not None
         assert child.ring is not None
         self._ops.copy_blocks(self.store, [parent.ring], [child.ring])
-        child.ring_start = parent.ring_start
+        child.is_stale, child.computed_from = parent.is_stale, parent.computed_from
+        child.computed_sinks_from = parent.computed_sinks_from
         return True
 
     def count_used_bytes(self, sequences: Iterable[RingSequence]) -> int:
@@ -98,14 +104,19 @@ class RecentTokens:
         self.at = self._table.make_slots(rows, sinks=self.sinks, ring=self.ring)
         for row, sequence in enumerate(rows.sequences):
             assert isinstance(sequence, RingSequence)
-            length, first = sequence.length, max(self.sinks, sequence.length - self.length + 1)
-            start = sequence.ring_start
-            if start is None:
-                self._copy(sequence, row, range(min(self.sinks, length)), whole)
-            if start is None or start > first:
-                self._copy(sequence, row, range(first, length if start is None else min(start, length)), whole)
-                start = min(first, length)
-            sequence.ring_start = max(start, rows.end(row) - self.ring)  # the row overwrites what is before
+            if sequence.is_stale:
+                self._fill(sequence, row, whole)
+            # The row overwrites what is before
+            sequence.computed_from = max(sequence.computed_from, rows.end(row) - self.ring)
+
+    def _fill(self, sequence: RingSequence, row: int, whole: Sequence[KVLocation]) -> None:
+        """Copy the tokens that the next query reads in full, and that the sequence has not computed or has lost."""
+        length = sequence.length
+        sequence.computed_from = min(sequence.computed_from, length)
+        sequence.computed_sinks_from = min(sequence.computed_sinks_from, self.sinks, length)
+        self._copy(sequence, row, range(sequence.computed_sinks_from), whole)
+        self._copy(sequence, row, range(max(self.sinks, length - self.length + 1), sequence.computed_from), whole)
+        sequence.is_stale = False
 
     def _copy(self, sequence: RingSequence, row: int, positions: range, whole: Sequence[KVLocation]) -> None:
         """Copy tokens of a row's sequence from its quantized blocks to its own block."""

@@ -69,7 +69,8 @@ class Read:
         """Drop tokens, and go on with another text; the ring has overwritten what is before a position."""
         self.reading.sequence.truncate(length)
         self.reading.text = text
-        self.lost |= set(range(self.cache.options.sinks, min(overwritten, length)))
+        self.lost |= set(range(self.cache.options.sinks, overwritten))
+        self.lost &= set(range(length))
 
 
 def open_text(world: World, text: RandomText, *, max_cached: int | None = None) -> Read:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.every_backend
 
 FORMATS = [("int8", "int4"), ("int4", "int4"), ("int8", "int8"), ("int4", "model"), ("model", "int8")]
 RING = 2 * LENGTH - 1
+WIDE = 150  # tokens of a window of which no block is dropped
 
 
 def draw_row(read: Read, rng: random.Random) -> tuple[Read, int]:
@@ -131,21 +133,25 @@ def test_a_fork_needs_memory_for_its_latest_tokens() -> None:
     small.check_integrity()
 
 
-@pytest.mark.parametrize("dropped", [1, 3, LENGTH, RING, 30])
-def test_dropped_tokens_bring_back_older_ones_as_they_are_quantized(dropped: int, rng: random.Random) -> None:
-    layers = [spec for spec in LAYERS if spec.window is None]
-    world = make_world(layers=layers)
-    text = random_text(1, 90, layers)
-    read = open_text(world, text)
-    while read.length < 44:
-        read_rows([draw_row(read, rng)])
-    while read.length < 60:  # so the ring has overwritten all but the latest
-        read_rows([(read, 1)])
-    length = read.length - dropped
-    read.truncate(spliced(text, random_text(2, 90, layers), length), length, overwritten=read.length - RING)
-    for _ in range(6):
-        read_rows([draw_row(read, rng)])
-        world.check_integrity()
+@pytest.mark.parametrize("dropped", [(1, 2, 60), (LENGTH, 30), (RING, RING, 1), (30, 9)], ids=str)
+@pytest.mark.parametrize("length", [LENGTH, 12], ids="residual_length={}".format)
+def test_dropped_tokens_bring_back_older_ones_as_they_are_quantized(
+    length: int, dropped: Sequence[int], rng: random.Random
+) -> None:
+    layers = [spec._replace(window=spec.window and WIDE) for spec in LAYERS]  # so that paged drops no blocks of them
+    world = make_world(layers=layers, residual_length=length, max_row=LENGTH)
+    read = open_text(world, random_text(1, 90, layers), max_cached=0)
+    for seed, num_tokens in enumerate(dropped):
+        while read.length < 44:
+            read_rows([draw_row(read, rng)])
+        while read.length < 60:  # so the ring has overwritten all but the latest
+            read_rows([(read, 1)])
+        kept = read.length - num_tokens
+        text = spliced(read.reading.text, random_text(2 + seed, 90, layers), kept)
+        read.truncate(text, kept, overwritten=read.length - length - LENGTH + 1)
+        for _ in range(rng.randint(0, 6)):
+            read_rows([draw_row(read, rng)])
+            world.check_integrity()
 
 
 def test_rejected_drafts_overwrite_nothing_that_is_read(rng: random.Random) -> None:
