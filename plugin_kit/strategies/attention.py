@@ -119,11 +119,11 @@ def count_missing(keys: Sequence[Keys], layers: Sequence[LayerSpec], position: i
 MODELS: Sequence[Sequence[LayerSpec] | None] = (
     None,  # the layers of the trial
     (
-        LayerSpec(1, 2, 4, 4, window=9, rotate=rotate),
-        LayerSpec(3, 3, 4, 4, window=1, rotate=rotate),
-        LayerSpec(2, 2, 4, 4, window=50, rotate=rotate),
+        LayerSpec(1, 2, 8, 8, window=9, rotate=rotate),
+        LayerSpec(3, 3, 8, 8, window=1, rotate=rotate),
+        LayerSpec(2, 2, 8, 8, window=50, rotate=rotate),
     ),
-    (LayerSpec(2, 2, 4, 4, rotate=rotate),),
+    (LayerSpec(2, 2, 8, 8, rotate=rotate),),
 )
 
 

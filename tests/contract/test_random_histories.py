@@ -32,7 +32,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {  # small enough for texts of 20 
     "quest": {"block_size": 2, "budget": 8},
     "random_drop": {"every": 4, "block_size": 2},
     "random_drop_by_head": {"every": 5, "block_size": 2},
-    "residual": {"k_dtype": "int8", "v_dtype": "int8", "residual_length": 3, "sinks": 1, "block_size": 4},
+    "residual": {"residual_length": 3, "sinks": 1, "block_size": 4},
     "sliding_window": {"window": 5, "sinks": 2, "max_row": 4},
     "streaming": {"window": 4, "sinks": 1, "every": 3, "block_size": 2},
 }
@@ -77,9 +77,6 @@ HYBRIDS = {  # models in which paged keeps windows of some layers, and several w
     "windows, blocks of one": (WINDOWS, {"it": instance("paged", block_size=1)}),
     "several block sizes": (HYBRID, {"it": instance("paged"), "other": instance("paged", block_size=2), "ring": RING}),
 }
-
-
-WIDE = [spec._replace(head_dim=8, v_head_dim=8) for spec in LAYERS]  # wide enough for int4
 
 
 def stores_by_token(kind: str) -> bool:
@@ -127,7 +124,7 @@ def test_any_history_of_one_strategy(backend: str, name: str) -> None:
 def test_any_history_in_other_formats(backend: str, kind: str, rng: random.Random) -> None:
     k, v = rng.choice([("int8", "int8"), ("int4", "int4"), ("int8", "int4")])
     print(f"keys in {k}, values in {v}")
-    play({"it": instance(kind, k_dtype=k, v_dtype=v)}, examples=share(backend, 8), layers=WIDE)
+    play({"it": instance(kind, k_dtype=k, v_dtype=v)}, examples=share(backend, 8))
 
 
 @pytest.mark.fuzz
