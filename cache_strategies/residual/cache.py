@@ -10,8 +10,8 @@ were computed (recent.py). A query at position p reads
               | as computed    | from the quantized blocks    | as computed                  |
 
 It attends to both parts alone, and the results are merged (merging.py). In layers whose own window is no wider than
-`residual_length` there is the first part only. Tokens that were found in the cache are known as they are quantized,
-until a sequence has computed as many itself.
+`residual_length` there is the first part only. Sequences that find a prefix in the cache find its sinks as they were
+computed (shared_sinks.py), and all else as it is quantized.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import CacheSetup, Locations, Rows
+from cache_strategies.block_hashes import BlockHash
 from cache_strategies.memory import Region
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.state import PagedState
 from cache_strategies.residual.merging import add_center, merge_attention
 from cache_strategies.residual.options import ResidualOptions
 from cache_strategies.residual.recent import RecentTokens, RingSequence, compute_ring_bytes
-from cache_strategies.types import BlockInfo, CacheUsage, Geometry, Sizes
+from cache_strategies.residual.shared_sinks import SharedSinks, compute_sinks_bytes
+from cache_strategies.types import EVERYTHING, BlockInfo, BlockState, CacheUsage, Geometry, SaltScope, Sizes
 from kernels.ops import KVLocation
 from kernels.types import LayerSpec, Slots
 
@@ -57,6 +59,12 @@ class ResidualSequence(RingSequence):
         if self.ring is not None:
             return super().allocate_blocks(num_tokens, windowed)
         return super().allocate_blocks(num_tokens, windowed + recent.region.size) and recent.allocate(self)
+
+    def commit(self, ids: Sequence[int]) -> None:
+        before = self.length
+        super().commit(ids)
+        if before < self.cache.sinks_end <= self.length:
+            self.cache.publish_sinks(self)
 
     def fork(self) -> ResidualSequence | None:
         child = super().fork()
@@ -86,6 +94,8 @@ class ResidualCache(PagedCache):
         super().__init__(setup, options)
         self.recent = RecentTokens(setup, options)
         self.stores = [*self.stores, self.recent.store]
+        self._shared = SharedSinks(setup, options, self._is_cached) if options.shares_sinks else None
+        self.sinks_end = options.count_tokens_with_sinks(self.block_size)
         # What is found in the cache is less precise than what a sequence has computed itself
         self.contract = self.contract._replace(chunk_invariant=False)
         self._older: Mapping[tuple[int, int | None], Slots] = {}  # by number of the store and window of the layer
@@ -93,10 +103,12 @@ class ResidualCache(PagedCache):
     @classmethod
     def sizes(cls, options: Any, geometry: Geometry) -> Sizes:
         paged = super().sizes(options, geometry)
-        return Sizes(
-            [*paged.block_bytes, compute_ring_bytes(options, geometry)],
-            lambda num_tokens: [*paged.count_blocks(num_tokens), 1],
-        )
+        sizes = [*paged.block_bytes, compute_ring_bytes(options, geometry)]
+        if not options.shares_sinks:
+            return Sizes(sizes, lambda num_tokens: [*paged.count_blocks(num_tokens), 1])
+        end = options.count_tokens_with_sinks(cls.block_layout(options, geometry)[0])
+        sizes.append(compute_sinks_bytes(options, geometry))
+        return Sizes(sizes, lambda num_tokens: [*paged.count_blocks(num_tokens), 1, int(num_tokens >= end)])
 
     # ---------------------------------------------------------------- steps
     def locate(self, rows: Rows[PagedState]) -> Locations:
@@ -104,7 +116,7 @@ class ResidualCache(PagedCache):
         slots = self.table.make_slots_by_store(rows)
         located = [KVLocation(store, at, None) for store, at in zip(self.stores, slots, strict=False)]
         self._located = whole = [located[number] for number in self.store_by_layer]
-        self.recent.locate(rows, whole)
+        self.recent.locate(rows, whole, self._restore_sinks)
         self._older = self._find_older(rows, slots)
         return Locations([None] * len(whole))
 
@@ -164,12 +176,68 @@ class ResidualCache(PagedCache):
         k, v = (torch.cat(each) for each in zip(*parts, strict=True))
         return k, v, positions
 
+    # ---------------------------------------------------------------- sinks of cached prefixes
+    def publish_sinks(self, sequence: ResidualSequence) -> None:
+        """Keep the sinks of a sequence for others, if it has computed them and its prefix can be found."""
+        prefix = self._find_sinks_prefix(sequence)
+        if self._shared is not None and prefix is not None and not sequence.computed_sinks_from:
+            assert sequence.ring is not None
+            self._shared.publish(prefix, self.recent.store, sequence.ring)
+
+    def _restore_sinks(self, sequence: RingSequence) -> bool:
+        """Copy the sinks of a found prefix into a sequence's block; return False if they are not there."""
+        prefix = self._find_sinks_prefix(sequence)
+        if self._shared is None or prefix is None:
+            return False
+        assert sequence.ring is not None
+        return self._shared.restore(prefix, self.recent.store, sequence.ring)
+
+    def _find_sinks_prefix(self, sequence: RingSequence) -> BlockHash | None:
+        """Return the hash of the block that has the last of a sequence's sinks, if it is full and can be found."""
+        if self._shared is None or sequence.length < self.sinks_end:
+            return None
+        prefix = sequence.get_block_hash(self.sinks_end // self.block_size - 1, self.hasher)
+        return prefix if prefix is not None and self._is_cached(prefix) else None
+
+    @property
+    def idle_bytes(self) -> int:
+        return super().idle_bytes + (self._shared.idle_bytes if self._shared else 0)
+
+    def evict(self, num_bytes: int) -> int:
+        freed = self._drop_unused_sinks()
+        freed += super().evict(num_bytes - freed)
+        return freed + (self._shared.evict(num_bytes - freed) if self._shared else 0)
+
+    def clear(self, scope: SaltScope = EVERYTHING) -> int:
+        return super().clear(scope) + self._drop_unused_sinks()
+
+    def drop_prefix(self, prefix_id: str) -> int | None:
+        freed = super().drop_prefix(prefix_id)
+        return None if freed is None else freed + self._drop_unused_sinks()
+
+    def unpublish_spoiled(self, sequence: PagedState) -> None:
+        super().unpublish_spoiled(sequence)
+        self._drop_unused_sinks()
+
+    def _drop_unused_sinks(self) -> int:
+        """Free the sinks of prefixes that cannot be found any more; return the bytes freed."""
+        return self._shared.drop_unused() if self._shared else 0
+
     # ---------------------------------------------------------------- reports
     def usage(self) -> CacheUsage:
         usage, used = super().usage(), self.recent.count_used_bytes(self.sequences)
-        return usage._replace(used=usage.used + used, wasted=usage.wasted - used)
+        idle = self._shared.idle_bytes if self._shared else 0
+        return usage._replace(used=usage.used + used, idle=usage.idle + idle, wasted=usage.wasted - used - idle)
+
+    def mark_blocks(self, region: Region, states: Tensor) -> None:
+        if self._shared is not None and region is self._shared.region:
+            states[self._shared.list_blocks()] = BlockState.IDLE
+        else:
+            super().mark_blocks(region, states)
 
     def describe_block(self, region: Region, block: int) -> BlockInfo | None:
+        if self._shared is not None and region is self._shared.region:
+            return BlockInfo(0, self.recent.sinks, 0, 0) if block in self._shared.list_blocks() else None
         if region is not self.recent.region:
             return super().describe_block(region, block)
         found = next((each for each in self.sequences if each.ring == block), None)
@@ -178,6 +246,8 @@ class ResidualCache(PagedCache):
     def check_integrity(self) -> None:
         super().check_integrity()
         self.recent.check_integrity(self.sequences)
+        if self._shared is not None:
+            self._shared.check_integrity()
 
 
 def _see_from_window_start(spec: LayerSpec) -> LayerSpec:

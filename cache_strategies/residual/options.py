@@ -29,6 +29,15 @@ class ResidualOptions(PagedOptions):
         description="maximum number of tokens of a sequence in one step; default: residual_length",
     )
 
+    @property
+    def shares_sinks(self) -> bool:
+        """Whether sequences find the sinks of cached prefixes as they were computed."""
+        return self.prefix_cache and self.sinks > 0
+
+    def count_tokens_with_sinks(self, block_size: int) -> int:
+        """Return the number of tokens in the blocks that have the sinks."""
+        return -(-self.sinks // block_size) * block_size
+
     def compute_max_row(self, geometry: Geometry) -> int:
         """Return the most tokens of a row."""
         return min(self.max_row or self.residual_length, geometry.max_num_batched_tokens)

@@ -4,13 +4,13 @@
     token p   p < sinks: p;  otherwise: sinks + (p - sinks) % ring
 
 Tokens that a sequence has not computed itself, as they were found in the cache, are copied from the quantized blocks,
-and so are those that the ring has overwritten and that truncate() has made the latest again. Knows no blocks but those
-with rings.
+and so are those that the ring has overwritten and that truncate() has made the latest again. Sinks may come from
+shared_sinks.py, as they were computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class RingSequence(PagedSequence):
 
     ring: int | None = None  # number of its block; None: it has none yet
     is_stale = True  # whether the block may lack tokens that the next row reads, as they were found or overwritten
-    # What the block has of what the sequence has computed itself: the tokens from here on, and the sinks from there on
+    # What the block has as it was computed: the tokens from here on, and the sinks from there on
     computed_from = computed_sinks_from = INT32_MAX
 
     def truncate(self, length: int) -> None:
@@ -96,24 +96,35 @@ class RecentTokens:
         stop, first = length + self.max_row, self.sinks + self.length
         return min(stop, first) if length < first else stop
 
-    def locate(self, rows: Rows[Any], whole: Sequence[KVLocation]) -> None:
+    def locate(
+        self, rows: Rows[Any], whole: Sequence[KVLocation], restore_sinks: Callable[[RingSequence], bool]
+    ) -> None:
         """Find the addresses of rows, and copy tokens that their blocks lack from the quantized ones, `whole` by layer.
 
-        Nothing more is copied if it is called again with the same rows.
+        `restore_sinks` copies the sinks of a sequence as they were computed, and returns False if it cannot. Nothing
+        more is copied if it is called again with the same rows.
         """
         self.at = self._table.make_slots(rows, sinks=self.sinks, ring=self.ring)
         for row, sequence in enumerate(rows.sequences):
             assert isinstance(sequence, RingSequence)
             if sequence.is_stale:
-                self._fill(sequence, row, whole)
+                self._fill(sequence, row, whole, restore_sinks)
             # The row overwrites what is before
             sequence.computed_from = max(sequence.computed_from, rows.end(row) - self.ring)
 
-    def _fill(self, sequence: RingSequence, row: int, whole: Sequence[KVLocation]) -> None:
+    def _fill(
+        self,
+        sequence: RingSequence,
+        row: int,
+        whole: Sequence[KVLocation],
+        restore_sinks: Callable[[RingSequence], bool],
+    ) -> None:
         """Copy the tokens that the next query reads in full, and that the sequence has not computed or has lost."""
         length = sequence.length
         sequence.computed_from = min(sequence.computed_from, length)
         sequence.computed_sinks_from = min(sequence.computed_sinks_from, self.sinks, length)
+        if sequence.computed_sinks_from and restore_sinks(sequence):
+            sequence.computed_sinks_from = 0
         self._copy(sequence, row, range(sequence.computed_sinks_from), whole)
         self._copy(sequence, row, range(max(self.sinks, length - self.length + 1), sequence.computed_from), whole)
         sequence.is_stale = False

@@ -73,12 +73,13 @@ class Read:
         self.lost &= set(range(length))
 
 
-def open_text(world: World, text: RandomText, *, max_cached: int | None = None) -> Read:
-    """Open a sequence for a text."""
+def open_text(world: World, text: RandomText, *, max_cached: int | None = None, has_sinks: bool = True) -> Read:
+    """Open a sequence for a text; of found tokens it has the sinks as they were computed, unless they were evicted."""
     cache = world.caches["residual"]
+    assert isinstance(cache, ResidualCache)
     sequence = cache.open(Text(text.ids, max_cached=max_cached))
     assert sequence is not None, "no room"
-    return Read(Reading(cache, text, sequence), set(range(sequence.length)))
+    return Read(Reading(cache, text, sequence), set(range(cache.options.sinks * has_sinks, sequence.length)))
 
 
 def read_rows(rows: Sequence[tuple[Read, int]]) -> None:

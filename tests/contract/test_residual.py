@@ -88,6 +88,30 @@ def test_found_tokens_are_known_as_they_are_quantized(
         world.check_integrity()
 
 
+def test_sinks_of_a_prefix_can_be_evicted_and_come_back(rng: random.Random) -> None:
+    world = make_world()
+    cache, text = world.caches["residual"], random_text(1, 50, LAYERS)
+    first = open_text(world, text)
+    while first.reading.left:
+        read_rows([draw_row(first, rng)])
+    sinks = cache.setup.memory.regions[-1]
+    assert sinks.num_held == 1
+    assert cache.evict(cache.idle_bytes) >= sinks.size
+    assert sinks.num_held == 0
+    second = open_text(world, text, has_sinks=False)
+    assert second.length == 50 - 50 % BLOCK
+    read_rows([(second, 1)])
+    first.reading.sequence.close()
+    second.reading.sequence.close()
+    third = open_text(world, text, max_cached=0)
+    while third.reading.left:
+        read_rows([draw_row(third, rng)])
+    assert sinks.num_held == 1, "a sequence that has computed them"
+    third.reading.sequence.close()
+    assert cache.clear() > sinks.size  # type: ignore[attr-defined]
+    assert not world.memory.held_bytes
+
+
 def test_tokens_that_another_sequence_computes_are_waited_for() -> None:
     world = make_world()
     text = random_text(1, 40, LAYERS)
@@ -179,10 +203,11 @@ def test_a_sequence_takes_a_block_for_its_latest_tokens_beside_paged_ones() -> N
     slots = SINKS + RING
     per_token = sum(4 * s.num_kv_heads * (s.head_dim + s.v_head_dim) for s in LAYERS)
     sizes, without = (each.get_sizes("residual") for each in (world, paged))
-    assert sizes.block_bytes[:-1] == without.block_bytes
-    assert slots * per_token <= sizes.block_bytes[-1] <= slots * per_token + 64 * 2 * len(LAYERS)
+    assert sizes.block_bytes[:-2] == without.block_bytes
+    for num_slots, size in zip((slots, SINKS), sizes.block_bytes[-2:], strict=True):
+        assert num_slots * per_token <= size <= num_slots * per_token + 64 * 2 * len(LAYERS)
     for n in (1, 50, 160):
-        assert sizes.count_blocks(n) == [*without.count_blocks(n), 1]
+        assert sizes.count_blocks(n) == [*without.count_blocks(n), 1, int(n >= BLOCK)]
     read = open_text(world, random_text(1, 60, LAYERS))
     before = world.caches["residual"].usage().used  # type: ignore[attr-defined]
     step([(read.reading, 5)])
