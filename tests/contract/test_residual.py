@@ -13,8 +13,11 @@ from config.errors import SettingsError
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
 from plugin_kit.driver.steps import Reading, attend, count_until_stop, step
-from plugin_kit.driver.texts import random_text, spliced
+from plugin_kit.driver.texts import random_text, spliced, with_poison
+from plugin_kit.strategies.attention import check_nan_isolation
+from plugin_kit.strategies.trial import StrategyTrial
 from server.engine.batch import Batch
+from tests.contract import harness
 from tests.contract.harness import World
 from tests.contract.residual_attention import (
     BLOCK,
@@ -112,6 +115,23 @@ def test_sinks_of_a_prefix_can_be_evicted_and_come_back(rng: random.Random) -> N
     assert not world.memory.held_bytes
 
 
+def test_sinks_that_are_no_numbers_are_not_found() -> None:
+    world = make_world()
+    text = random_text(1, 30, LAYERS)
+    bad = open_text(world, with_poison(text, [1], float("nan")))
+    while bad.reading.left:
+        step([(bad.reading, bad.reading.chunk(LENGTH))])
+    bad.reading.sequence.spoiled = True
+    bad.reading.sequence.close()
+    read = open_text(world, text)
+    assert not read.length
+    while read.reading.left:
+        read_rows([(read, read.reading.chunk(LENGTH))])
+    again = open_text(world, text)
+    assert again.length
+    read_rows([(again, 1)])
+
+
 def test_tokens_that_another_sequence_computes_are_waited_for() -> None:
     world = make_world()
     text = random_text(1, 40, LAYERS)
@@ -192,6 +212,17 @@ def step_without_commit(reading: Reading, count: int) -> int:
     """Locate and compute a row of `count` tokens; return where it ends."""
     attend(Batch([reading.work(count)]), [(reading, count)])
     return reading.sequence.length + count
+
+
+# ---------------------------------------------------------------- what is not finite
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+def test_what_is_not_finite_stays_in_its_sequence_and_with_queries_that_see_it(
+    formats: tuple[str, str], rng: random.Random
+) -> None:
+    settings = StrategySettings.model_validate(
+        {"kind": "residual", "residual_length": 8, "k_dtype": formats[0], "v_dtype": formats[1]}
+    )
+    check_nan_isolation(StrategyTrial(settings, harness.make_ops(), rng))
 
 
 # ---------------------------------------------------------------- memory, options and contract
