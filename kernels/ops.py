@@ -333,7 +333,8 @@ class Ops(Protocol):
         its result, even if they are NaN or infinite.
 
         If `lse` [N, Hq] float32 is given, the logarithms of the sums of the exponentials of each query's scores are
-        written to it: with them results over parts of the keys can be merged (Flash-Decoding, Dao et al. 2023).
+        written to it: with them results over parts of the keys can be merged (Flash-Decoding, Dao et al. 2023). Scores
+        are those of the keys as stored: without `LayerSpec.k_mean` if they are centered. A sink logit counts as a key.
         """
         ...
 

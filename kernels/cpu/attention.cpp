@@ -41,7 +41,7 @@ int64_t partial_size(int64_t v_dim) {
 }
 
 // Divides the sums of a head's query rows by their totals, rotates them back if values are rotated, and stores the
-// results; a sink logit adds to the total, and has no value.
+// results, and the logarithms of the sums if they are wanted; a sink logit adds to the total, and has no value.
 template <int64_t ROWS, typename T>
 void finish(const AttentionCall& call, const Part& part, OnlineSoftmax<ROWS>& sums, int64_t width) {
   for (int64_t r = 0; r < part.rows.count; ++r) {
@@ -51,6 +51,7 @@ void finish(const AttentionCall& call, const Part& part, OnlineSoftmax<ROWS>& su
       if (call.sink_logits[h] > sums.top[r]) sums.raise(r, call.sink_logits[h], width);
       sums.total[r] += std::exp(call.sink_logits[h] - sums.top[r]);
     }
+    if (call.lse.numbers != nullptr) *call.lse.at<float>(token, h) = sums.top[r] + std::log(sums.total[r]);
     float* const values = sums.values + r * width;
     T* const out = call.out.at<T>(token, h);
     const float factor = 1.f / sums.total[r];
@@ -202,11 +203,12 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k_plane, const Ten
             bool v_rotated, int64_t kv_heads, const Tensor& table, const Tensor& table_row, const Tensor& q_start,
             const Tensor& start, const std::optional<Tensor>& window_start, int64_t block_size, int64_t sinks,
             int64_t ring, int64_t num_decode, int64_t max_q, int64_t max_kv, int64_t model_window, int64_t window,
-            double scale, double softcap, const std::optional<Tensor>& sink_logits) {
+            double scale, double softcap, const std::optional<Tensor>& sink_logits, const std::optional<Tensor>& lse) {
   expect_planes("attend", k_plane, v_plane);
   const Plane keys(k_plane, k_rotated), values(v_plane, v_rotated);
   expect("attend", "q", q, FLOATS, {ANY, SOME, keys.dim});
   expect("attend", "out", out, only(q.scalar_type()), {q.size(0), q.size(1), values.dim});
+  expect("attend", "lse", lse, only(at::kFloat), {q.size(0), q.size(1)});
   expect("attend", "sink_logits", sink_logits, FLOATS, {q.size(1)});
   const Tensor logits = sink_logits ? sink_logits->to(at::kFloat) : Tensor();
   TORCH_CHECK_VALUE(kv_heads > 0 && q.size(1) % kv_heads == 0, "attend: ", q.size(1), " query heads cannot share ",
@@ -235,6 +237,7 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k_plane, const Ten
       .q = heads<const char>(q),
       .out = heads<char>(out),
       .partials = partials.data_ptr<float>(),
+      .lse = lse ? Heads<float>{lse->data_ptr<float>(), lse->stride(0), lse->stride(1)} : Heads<float>{},
   };
   Team::run(work.items.size(), [&](Team& team, Member member) {
     team.share(member, work.items.size(), [&](int64_t i) { kernels.attend(call, work.items[i], work.next(i)); });
@@ -273,6 +276,6 @@ TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
       "Tensor table, Tensor table_row, "
       "Tensor q_start, Tensor start, Tensor? window_start, int block_size, int sinks, int ring, int num_decode, int "
       "max_q, int max_kv, int model_window, "
-      "int window, float scale, float softcap, Tensor? sink_logits) -> ()",
+      "int window, float scale, float softcap, Tensor? sink_logits, Tensor(b!)? lse) -> ()",
       &kvmux::attend);
 }

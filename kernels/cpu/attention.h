@@ -65,7 +65,8 @@ struct AttentionCall {
   int64_t group;             // query heads that share a KV head
   Heads<const char> q;
   Heads<char> out;
-  float* partials;  // AttentionKernels::partial_size numbers for each
+  float* partials;        // AttentionKernels::partial_size numbers for each
+  Heads<float> lse = {};  // [N, query heads], or null: the logarithms of the sums of exp(score); see Ops.attend
 };
 
 // The attention kernels for one type of queries, one format of stored keys and one of stored values.

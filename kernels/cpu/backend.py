@@ -192,7 +192,7 @@ class CpuOps(ReferenceOps):
         window: int | None = None,
         lse: Tensor | None = None,
     ) -> None:
-        if lse is not None or max(spec.head_dim, spec.v_head_dim) > MAX_DIM:
+        if max(spec.head_dim, spec.v_head_dim) > MAX_DIM:
             return super().attend(out, q, store, layer, at, spec, window=window, lse=lse)
         heads = spec.num_kv_heads, spec.head_dim, spec.v_head_dim
         if heads != store.heads(layer) or q.shape[1:2] != (spec.num_q_heads,) or store.split_heads != at.split_heads:
@@ -210,6 +210,7 @@ class CpuOps(ReferenceOps):
             spec.scale,
             spec.softcap or 0.0,
             spec.sink_logits,
+            lse,
         )
         return None
 

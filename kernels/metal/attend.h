@@ -10,6 +10,7 @@ struct AttentionCall {
   int q_token, q_head, out_token, out_head;  // strides in numbers
   int model_window, window;                  // window of the model, and that of the strategy
   int has_window_start;                      // whether the addresses say where the model's window begins
+  int lse_token;                             // stride of `lse`, the logarithms of sums; negative: they are not wanted
 };
 
 struct Scoring {
@@ -37,6 +38,11 @@ struct Mask {
 inline Mask mask_of(AttentionCall a, Memory m, const device int* window_start, int first, int start, int head) {
   const device int* own = a.has_window_start ? window_start + first * m.heads + (m.heads > 1 ? head : 0) : nullptr;
   return {a.model_window, a.window, m.layout.sinks, own, start, m.heads};
+}
+
+// Returns where to write the logarithm of the sum of a token's query head; null if it is not wanted.
+inline device float* lse_of(device float* lse, AttentionCall a, int token, int head) {
+  return a.lse_token < 0 ? nullptr : lse + size_t(token) * a.lse_token + head;
 }
 
 inline float score_of(float product, Scoring scoring) {
@@ -70,4 +76,7 @@ struct Sums {
     const float nothing[N] = {0.0f};
     add(logit, 1.0f, nothing);
   }
+
+  // The logarithm of the sum of exp(score).
+  float lse() const { return top + precise::log(total); }
 };

@@ -67,6 +67,7 @@ class AttentionArguments(NamedTuple):
     shape: Shape
     types: Types
     sinks: Tensor  # [Hq] float32
+    lse: Tensor  # [N, Hq] float32; not written if `call` says so
     call: Sequence[int]  # struct AttentionCall
     sizes: tuple[Sequence[int], Longs, Sequence[int], Sequence[float]]  # Memory, Planes, AttentionCall, Scoring
     values: Longs  # PlaneSizes of values
@@ -89,7 +90,15 @@ class MetalAttention:
             self._get_prefill_kernel(shape, kv_types(formats, dtype))
 
     def __call__(
-        self, out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, window: int | None
+        self,
+        out: Tensor,
+        q: Tensor,
+        store: KVStore,
+        layer: int,
+        at: Slots,
+        spec: LayerSpec,
+        window: int | None,
+        lse: Tensor | None,
     ) -> None:
         """Compute `Ops.attend` for checked arguments. Raises ValueError if the tensors are on different devices."""
         shape = get_kernel_shape(spec)
@@ -97,17 +106,20 @@ class MetalAttention:
         has_window_start = at.window_start is not None and spec.window is not None
         window_start = at.window_start if has_window_start and at.window_start is not None else at.start  # not read
         kv_tensors = (store.memory, *slot_tensors(at), window_start)
-        check_same_device(q, out, *kv_tensors)
+        check_same_device(q, out, lse, *kv_tensors)
         call = (
             *(spec.num_q_heads, shape.num_queries_per_kv),
             *(q.stride(0), q.stride(1), out.stride(0), out.stride(1)),
             *(NO_WINDOW if each is None else min(each, NO_WINDOW) for each in (spec.window, window)),
             int(has_window_start),
+            -1 if lse is None else lse.stride(0),
         )
+        sinks = self._get_sinks(spec, q.device)
         sizes = memory_sizes(at), planes(store, layer), call, (spec.scale, spec.softcap or 0.0)
         types, values = kv_types(store.formats, q.dtype), plane_sizes(store.planes(layer)[1])
         arguments = AttentionArguments(
-            out, q, kv_tensors, at, spec, shape, types, self._get_sinks(spec, q.device), call, sizes, values
+            *(out, q, kv_tensors, at, spec, shape, types, sinks),
+            *(sinks if lse is None else lse, call, sizes, values),
         )
         if at.num_decode:
             self._decode(arguments)
@@ -137,14 +149,14 @@ class MetalAttention:
                 (GROUP * spec.num_kv_heads * -(-shape.num_queries_per_kv // shape.heads_per_group), count, splits),
                 (GROUP, 1, 1),
             ),
-            *(arguments.out, partial, values, arguments.q, *arguments.kv_tensors, arguments.sinks),
+            *(arguments.out, partial, values, arguments.q, *arguments.kv_tensors, arguments.sinks, arguments.lse),
             *arguments.sizes,
             (splits, first),  # Splits
         )
         if splits > 1:
             merge(
                 Grid((LANES, spec.num_q_heads, count), (LANES, 1, 1)),
-                *(arguments.out, partial, values, at.q_start, at.start, arguments.sinks),
+                *(arguments.out, partial, values, at.q_start, at.start, arguments.sinks, arguments.lse),
                 arguments.sizes[0],
                 arguments.call,
                 (splits, first),  # Splits
@@ -157,7 +169,7 @@ class MetalAttention:
         tiles = -(-at.max_q * shape.num_queries_per_kv // shape.queries_per_group)
         self._get_prefill_kernel(shape, arguments.types)(
             Grid((GROUP * tiles, arguments.spec.num_kv_heads, at.num_rows - at.num_decode), (GROUP, 1, 1)),
-            *(arguments.out, arguments.q, *arguments.kv_tensors, arguments.sinks),
+            *(arguments.out, arguments.q, *arguments.kv_tensors, arguments.sinks, arguments.lse),
             *arguments.sizes,
             at.num_decode,
         )

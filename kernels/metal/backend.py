@@ -297,9 +297,9 @@ class MetalOps(ReferenceOps):
         reference.check_attend(out, q, store, layer, at, spec, window, lse)
         self._addresses.check("attend", at, store, len(q))
         known = has_kernel_dtype(q, out) and has_kv_kernels(store, layer, q.dtype)
-        if lse is not None or not known or get_kernel_shape(spec) is None:
+        if not known or get_kernel_shape(spec) is None:
             return super().attend(out, q, store, layer, at, spec, window=window, lse=lse)
-        return self._attention(out, q, store, layer, at, spec, window)
+        return self._attention(out, q, store, layer, at, spec, window, lse)
 
 
 class GemvCall(NamedTuple):

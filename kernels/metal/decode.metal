@@ -97,11 +97,12 @@ inline void write_partial(device Partial* partial, device float* values, Sums<N>
   write_numbers<N>(values, sums.values, dim, lane);
 }
 
-// Writes the attention output of one query and head, after all of its keys were summed; a sum of rotated values is
-// rotated back.
+// Writes the attention output of one query and head, after all of its keys were summed, and the logarithm of the sum of
+// exp(score) unless `lse` is null; a sum of rotated values is rotated back.
 template <int N>
-inline void finish(device T* to, Sums<N> sums, float sink, PlaneSizes values, int lane) {
+inline void finish(device T* to, Sums<N> sums, float sink, PlaneSizes values, int lane, device float* lse) {
   sums.add_sink(sink);
+  if (lse != nullptr && lane == 0) *lse = sums.lse();
   float output[N];
   for (int n = 0; n < N; n++) output[n] = sums.values[n] / sums.total;
   if (is_rotated<V>(values)) rotate<N, N>(output, values.dim, lane);
@@ -128,11 +129,12 @@ template <int N, int HEADS>
     const device int* start [[buffer(8)]],
     const device int* window_start [[buffer(9)]],
     const device float* sink_logits [[buffer(10)]],
-    constant Memory& memory_sizes [[buffer(11)]],
-    constant Planes& plane_sizes [[buffer(12)]],
-    constant AttentionCall& call [[buffer(13)]],
-    constant Scoring& scoring [[buffer(14)]],
-    constant Splits& splits [[buffer(15)]],
+    device float* lse [[buffer(11)]],
+    constant Memory& memory_sizes [[buffer(12)]],
+    constant Planes& plane_sizes [[buffer(13)]],
+    constant AttentionCall& call [[buffer(14)]],
+    constant Scoring& scoring [[buffer(15)]],
+    constant Splits& splits [[buffer(16)]],
     uint3 group_at [[threadgroup_position_in_grid]],  // indices: KV head and part of its query heads, row, split
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -170,8 +172,11 @@ template <int N, int HEADS>
       const Sums<N> all = left.joined(lane);
       const int head = first_head + h;
       const size_t at = (size_t(group_at.y) * a.q_heads + head) * splits.count + split;
-      if (splits.count == 1) finish(out + size_t(head) * a.out_head, all, sink_logits[head], planes.v, lane);
-      else write_partial(partial + at, values + at * planes.v.dim, all, planes.v.dim, lane);
+      if (splits.count == 1)
+        finish(out + size_t(head) * a.out_head, all, sink_logits[head], planes.v, lane,
+               lse_of(lse, a, q_start[row], head));
+      else
+        write_partial(partial + at, values + at * planes.v.dim, all, planes.v.dim, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
@@ -186,10 +191,11 @@ kernel void merge(
     const device int* q_start [[buffer(3)]],
     const device int* start [[buffer(4)]],
     const device float* sink_logits [[buffer(5)]],
-    constant Memory& memory_sizes [[buffer(6)]],
-    constant AttentionCall& call [[buffer(7)]],
-    constant Splits& splits [[buffer(8)]],
-    constant PlaneSizes& value_sizes [[buffer(9)]],
+    device float* lse [[buffer(6)]],
+    constant Memory& memory_sizes [[buffer(7)]],
+    constant AttentionCall& call [[buffer(8)]],
+    constant Splits& splits [[buffer(9)]],
+    constant PlaneSizes& value_sizes [[buffer(10)]],
     uint3 at [[thread_position_in_grid]]) {  // lane, query head, row
   const AttentionCall a = call;
   const Memory m = memory_sizes;
@@ -204,8 +210,9 @@ kernel void merge(
     read_numbers<N>(theirs, values + from * v.dim, v.dim, lane);
     all.add(partial[from].top, partial[from].total, theirs);
   }
-  out += size_t(q_start[row]) * a.out_token + size_t(head) * a.out_head;
-  finish(out, all, sink_logits[head], v, lane);
+  const int token = q_start[row];
+  out += size_t(token) * a.out_token + size_t(head) * a.out_head;
+  finish(out, all, sink_logits[head], v, lane, lse_of(lse, a, token, head));
 }
 
 #define DECODE(N, HEADS) \

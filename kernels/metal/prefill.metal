@@ -129,13 +129,15 @@ struct Share {
     }
   }
 
-  // Writes the outputs; sums of rotated values are rotated back.
-  void write(device T* out, Queries all, AttentionCall a, const device float* sink_logits, PlaneSizes values,
-             int lane) {
+  // Writes the outputs, and the logarithms of sums if they are wanted; sums of rotated values are rotated back.
+  void write(device T* out, Queries all, AttentionCall a, const device float* sink_logits, PlaneSizes values, int lane,
+             device float* lse) {
     for (int r = 0; r < S::QUERIES; r++) {
       if (first + r >= all.count) continue;
       const int token = all.token(first + r), head = all.head(first + r);
       sums[r].add_sink(sink_logits[head]);
+      device float* const log_sum = lse_of(lse, a, token, head);
+      if (log_sum != nullptr && lane == 0) *log_sum = sums[r].lse();
       device T* to = out + size_t(token) * a.out_token + size_t(head) * a.out_head;
       float output[N];
       for (int n = 0; n < N; n++) output[n] = sums[r].values[n] / sums[r].total;
@@ -159,11 +161,12 @@ template <int N>
     const device int* start [[buffer(6)]],
     const device int* window_start [[buffer(7)]],
     const device float* sink_logits [[buffer(8)]],
-    constant Memory& memory_sizes [[buffer(9)]],
-    constant Planes& plane_sizes [[buffer(10)]],
-    constant AttentionCall& call [[buffer(11)]],
-    constant Scoring& scoring [[buffer(12)]],
-    constant int& first_row [[buffer(13)]],
+    device float* lse [[buffer(9)]],
+    constant Memory& memory_sizes [[buffer(10)]],
+    constant Planes& plane_sizes [[buffer(11)]],
+    constant AttentionCall& call [[buffer(12)]],
+    constant Scoring& scoring [[buffer(13)]],
+    constant int& first_row [[buffer(14)]],
     uint3 group_at [[threadgroup_position_in_grid]],  // queries, KV head, row
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -204,7 +207,7 @@ template <int N>
     ours.add(tile, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  ours.write(out, all, a, sink_logits, planes.v, lane);
+  ours.write(out, all, a, sink_logits, planes.v, lane, lse);
 }
 
 #define PREFILL(N) template [[host_name("prefill_" #N)]] kernel decltype(prefill<N>) prefill<N>;

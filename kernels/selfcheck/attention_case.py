@@ -188,12 +188,19 @@ class AttentionCase:
         """Write the keys and values of the step's tokens to the store."""
         self.ops.write_kv(self.store, self.layer, self.get_step_inputs(self.k), self.get_step_inputs(self.v), self.at)
 
-    def attend(self, ops: Ops | None = None, *, window: int | None = None) -> list[Tensor]:
+    def attend(self, ops: Ops | None = None, *, window: int | None = None, lse: Tensor | None = None) -> list[Tensor]:
         """Return the output of each row, computed by `ops` (default: those of the case); padding rows stay 7."""
         q = self.get_step_inputs(self.q)
         out = torch.full((len(q), self.spec.num_q_heads, self.spec.v_head_dim), 7.0, dtype=q.dtype, device=q.device)
-        (ops or self.ops).attend(out, q, self.store, self.layer, self.at, self.spec, window=window)
+        (ops or self.ops).attend(out, q, self.store, self.layer, self.at, self.spec, window=window, lse=lse)
         return list(out.split([row.tokens for row in self.rows]))
+
+    def attend_with_lse(self, ops: Ops | None = None, *, window: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Return (output, logarithms of the sums of exponentials) of each row; those of padding rows stay 7."""
+        sizes = [row.tokens for row in self.rows]
+        lse = torch.full((sum(sizes), self.spec.num_q_heads), 7.0, device=self.device)
+        outs = self.attend(ops, window=window, lse=lse)
+        return list(zip(outs, lse.split(sizes), strict=True))
 
 
 class Step:

@@ -82,15 +82,22 @@ def _token_bytes(store: KVStore, layer: int, formats: KVFormats | None = None) -
 
 
 def _attend_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
-    for name, case in _cases(ReferenceOps(), dtype, device):
+    for i, (name, case) in enumerate(_cases(ReferenceOps(), dtype, device)):
         case.write()
-        for row, out in zip(ROWS, case.attend(ops, window=45 if case.layout.ring else None), strict=True):
-            yield f"{name}, {row.tokens} after {row.past}", out
+        yield from _attend(name, case, ops, with_lse=i % 2 == 0)
     spec = CASES[0][0]._replace(sink_logits=random_tensors(device)(CASES[0][0].num_q_heads))
     case = AttentionCase(ReferenceOps(), Layout(16), spec, LONG, dtype, device)
     case.write()
-    for row, out in zip(LONG, case.attend(ops), strict=True):
-        yield f"long texts, {row.tokens} after {row.past}", out
+    yield from _attend("long texts", case, ops, with_lse=True)
+
+
+def _attend(name: str, case: AttentionCase, ops: Ops, *, with_lse: bool) -> Samples:
+    """Yield the outputs of each row, the logarithms of its sums among them only if `with_lse`."""
+    window = 45 if case.layout.ring else None
+    results = case.attend_with_lse(ops, window=window) if with_lse else zip(case.attend(ops, window=window))
+    for row, tensors in zip(case.rows, results, strict=True):
+        for what, tensor in zip(("", ": lse"), tensors, strict=False):
+            yield f"{name}, {row.tokens} after {row.past}{what}", tensor
 
 
 def chained_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
@@ -112,7 +119,15 @@ def chained_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sampl
 
 
 def _attend_bytes(
-    out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, *, window: int | None = None
+    out: Tensor,
+    q: Tensor,
+    store: KVStore,
+    layer: int,
+    at: Slots,
+    spec: LayerSpec,
+    *,
+    window: int | None = None,
+    lse: Tensor | None = None,
 ) -> int:
     """Return the bytes of the keys that each row sees: those within both windows, and the sinks within the model's."""
     starts, lengths = by_head(at.start), at.q_start.diff()[:, None]

@@ -18,7 +18,7 @@ from kernels.selfcheck.op_info import OpInfo
 from kernels.store import KVStore
 
 CPU = torch.device("cpu")
-WRITTEN = ("out", "mirror")  # arguments that an operation writes into
+WRITTEN = ("out", "mirror", "lse")  # arguments that an operation writes into
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Call:
         try:
             found = getattr(ops, self.op.name)(**_packed(ops, self.op.name, arguments))
             returned = [] if found is None else [found] if isinstance(found, Tensor) else list(found)
-            written = [arguments[name] for name in WRITTEN if name in arguments]
+            written = [arguments[name] for name in WRITTEN if arguments.get(name) is not None]
             return returned + written + [memory.clone() for memory in memories]
         finally:
             for memory, old in zip(memories, before, strict=True):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
@@ -98,6 +99,27 @@ def test_addresses_that_were_changed_in_place_are_checked_again(backend: str) ->
     case.at.table.copy_(case.table.flip(0))
     ops.check_slots(case.store, 0, case.at, 1)
     assert all(map(torch.equal, case.attend(), before))
+
+
+@pytest.mark.parametrize(
+    "lse",
+    [
+        torch.ones(1, 4, dtype=torch.float64),
+        torch.ones(1, 4, dtype=torch.bfloat16),
+        torch.ones(2, 4),
+        torch.ones(1, 3),
+        torch.ones(4),
+        torch.ones(1, 4, 1),
+        torch.ones(1, 4, device="meta"),
+    ],
+    ids=lambda lse: f"{lse.dtype} {[*lse.shape]} on {lse.device}",
+)
+@backends
+def test_logarithms_of_sums_are_written_only_where_they_fit(backend: str, lse: Tensor) -> None:
+    case = AttentionCase(BACKENDS[backend](), Layout(16), LayerSpec(2, 4, 8, 8), [CaseRow(40, 1)], torch.float32)
+    case.write()
+    with pytest.raises(ValueError, match=r"^attend: lse must be float32 \[1, 4\]"):
+        case.attend(lse=lse)
 
 
 @backends

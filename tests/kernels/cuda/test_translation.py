@@ -20,7 +20,7 @@ from kernels.selfcheck.op_db import OPS
 from kernels.types import LayerSpec
 from tests.kernels.cuda.host_kernels import load_host_ops
 from tests.kernels.metal.mutation_testing import CPU
-from tests.kernels.test_attention import expected
+from tests.kernels.test_attention import expected, expected_lse
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,10 @@ def test_long_texts_attend_as_the_definition_says(ops: MetalOps, dim: int) -> No
     spec = LayerSpec(2, 14, dim, dim, scale=dim**-0.5)
     case = AttentionCase(ReferenceOps(), Layout(32), spec, rows, torch.float32)
     case.write()
-    for i, (out, row) in enumerate(zip(case.attend(ops), rows, strict=True)):
+    for i, ((out, lse), row) in enumerate(zip(case.attend_with_lse(ops), rows, strict=True)):
         if row.past >= 0:
             assert (out.double() - expected(case, i, None)).abs().max() < 1e-5
+            assert (lse.double() - expected_lse(case, i, None)).abs().max() < 1e-5
 
 
 def test_grids_beyond_cudas_limits_take_several_launches(ops: MetalOps, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,6 +340,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (LOGIC, "the soft cap", "score_of", "«precise::tanh→»($score / $scoring.$softcap)"),
         (LOGIC, "sinks outside the window", "sees", "«|| $key < $sinks→»"),
         (LOGIC, "learned sinks", "decode", "$all, «$sink_logits[$head]→NOTHING», $planes.$v"),
+        (WRITERS, "all lanes write the sum's logarithm", "finish", "!= nullptr «&& $lane == 0→»"),
+        (LOGIC, "the maximum in the sum's logarithm", "lse", "return «$top +→» precise::log"),
     ),
     *_of(
         "merge",
@@ -350,6 +352,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (LOGIC, "totals", "merge", ", «$partial[$from].$total→1.0f», $theirs)"),
         (LOGIC, "padding", "merge", "«if ($query < 0) return;→» Sums"),
         (LOGIC, "learned sinks", "merge", "$all, «$sink_logits[$head]→NOTHING», $v"),
+        (
+            INDEX,
+            "the token of a sum's logarithm",
+            "merge",
+            "$row = $splits.$first_row + $at.z; ... lse_of($lse, $a, «$token→$row», $head)",
+        ),
     ),
     *_barrier("prefill", "before keys are read", "prefill", KERNEL, "$ours.score", "mem_none", "simdgroup"),
     *_barrier("prefill", "before values come", "prefill", KERNEL, "$tile.fetch", "mem_device", "lane"),
@@ -389,6 +397,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (INDEX, "runs of outputs", "write", "rotate<N, «1→N»>"),
         (LOGIC, "learned sinks", "write", "«$sums[$r].add_sink($sink_logits[$head]);→»"),
+        (INDEX, "the place of a sum's logarithm", "write", "lse_of($lse, $a, «$token→$head», «$head→$token»)"),
+        (WRITERS, "all lanes write a sum's logarithm", "write", "!= nullptr «&& $lane == 0→»"),
     ),
     *_of(
         "linear",

@@ -23,7 +23,7 @@ from kernels.types import LayerSpec, Slots
 from metal_emulator import compile_shader
 from tests.kernels.quantized_weights import quantize_as_mlx
 from tests.kernels.sparse_memory import sparse_memory
-from tests.kernels.test_attention import expected
+from tests.kernels.test_attention import assert_close, expected, expected_lse
 
 LONG = (CaseRow(2 * SPLIT + 88, 1), CaseRow(SPLIT - 1, 1), CaseRow(-1, 1), CaseRow(SPLIT, 1), CaseRow(3, 1))
 SPEC = LayerSpec(2, 4, 16, 8, scale=0.25)
@@ -51,9 +51,10 @@ def test_long_texts_attend_as_the_definition_says(ops: MetalOps, spec: LayerSpec
     rows = (*LONG, CaseRow(SPLIT + 30, 9), CaseRow(0, 70))
     case = AttentionCase(ReferenceOps(), layout, spec, rows, torch.float32)
     case.write()
-    for i, (out, row) in enumerate(zip(case.attend(ops, window=window), rows, strict=True)):
+    for i, ((out, lse), row) in enumerate(zip(case.attend_with_lse(ops, window=window), rows, strict=True)):
         if row.past >= 0:
             assert (out.double() - expected(case, i, window)).abs().max() < 3e-6
+            assert_close(lse, expected_lse(case, i, window), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
