@@ -36,6 +36,7 @@ BUILTIN: Mapping[str, str] = {  # imported on demand
     "mirrored": "cache_strategies.mirrored.cache:MirroredCache",
     "paged": "cache_strategies.paged.cache:PagedCache",
     "quest": "cache_strategies.quest.cache:QuestCache",
+    "residual": "cache_strategies.residual.cache:ResidualCache",
     "sliding_window": "cache_strategies.sliding_window:SlidingWindowCache",
     "streaming": "cache_strategies.streaming.cache:StreamingCache",
 }

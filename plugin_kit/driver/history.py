@@ -44,7 +44,7 @@ from plugin_kit.driver.world import World
 from server.engine.batch import Batch, RowInput
 from server.engine.instance_reports import read_usage
 
-LAYERS = (LayerSpec(1, 2, 4, 4, scale=1.0, rotate=rotate), LayerSpec(2, 2, 4, 4, window=6, scale=2.0, rotate=rotate))
+LAYERS = (LayerSpec(1, 2, 8, 8, scale=0.5, rotate=rotate), LayerSpec(2, 2, 8, 8, window=6, scale=1.0, rotate=rotate))
 LONGEST = 20
 REPEATED = 1e-5  # of its norm, by which a key may differ that was rotated and rounded several times
 

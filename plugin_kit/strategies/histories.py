@@ -16,8 +16,8 @@ from plugin_kit.promise import LAST_CALLS, promise
 from plugin_kit.strategies.trial import NAME, StrategyTrial
 
 NUM_HISTORIES, NUM_OPERATIONS = 6, 40
-WINDOW = LayerSpec(1, 2, 4, 4, window=6, scale=2.0, rotate=rotate)
-HYBRID = (WINDOW, WINDOW._replace(window=None, scale=1.0), WINDOW._replace(window=3), WINDOW)  # as in Gemma 3
+WINDOW = LayerSpec(1, 2, 8, 8, window=6, scale=1.0, rotate=rotate)
+HYBRID = (WINDOW, WINDOW._replace(window=None, scale=0.5), WINDOW._replace(window=3), WINDOW)  # as in Gemma 3
 SALTS = (NO_SALT, NO_SALT, NO_SALT, Salt("tenant", "salt"))
 SCOPES = (EVERYTHING, SaltScope("", ""), SaltScope("tenant"), SaltScope("tenant", "salt"))
 

@@ -44,6 +44,7 @@ def test_every_built_in_kind_can_be_loaded_and_those_that_need_no_choice_have_an
         "compressed",
         "mirrored",
         "quest",
+        "residual",
         "streaming",
     }
 
@@ -93,7 +94,7 @@ def test_a_module_that_is_missing_is_no_matter_of_versions() -> None:
 def test_an_unknown_kind_is_refused_with_the_kinds_there_are() -> None:
     with pytest.raises(
         SettingsError,
-        match=r"no cache strategy kind 'pagd'; kinds are compressed, contiguous, mirrored, paged, quest, slid",
+        match=r"no cache strategy kind 'pagd'; kinds are compressed, contiguous, mirrored, paged, quest, residual, ",
     ):
         load_kind("pagd")
 

@@ -12,6 +12,7 @@ from kernels.reference.backend import ReferenceOps
 from plugin_kit.driver import world
 from tests.contract import kinds
 
+AS_COMPUTED = {"k_dtype": "model", "v_dtype": "model"}  # so that keys can be compared
 VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {  # options every built-in kind is tested with
     "compressed": [
         {"budget": 20, "every": 16, "recent": 4, "sinks": 2, "block_size": 8},
@@ -27,6 +28,11 @@ VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {  # options every built-i
         {"budget": 24, "block_size": 4},
         {"budget": 5, "block_size": 1},
         {"budget": 0.3, "min_tokens": 32, "block_size": 7, "prefix_cache": False},
+    ],
+    "residual": [
+        {**AS_COMPUTED, "residual_length": 8, "sinks": 2, "block_size": 4},
+        {**AS_COMPUTED, "residual_length": 1, "sinks": 0, "block_size": 1, "max_row": 20},
+        {**AS_COMPUTED, "residual_length": 30, "max_row": 7, "prefix_cache": False},
     ],
     "sliding_window": [
         {},

@@ -222,7 +222,7 @@ def list_quantized() -> dict[str, StrategySettings]:
             if issubclass(load_kind(settings.kind).options_type, TableOptions)
         }
     return {
-        f"{name}, {k}-{v}": StrategySettings(kind=settings.kind, **settings.options, k_dtype=k, v_dtype=v)
+        f"{name}, {k}-{v}": StrategySettings(kind=settings.kind, **{**settings.options, "k_dtype": k, "v_dtype": v})
         for name, settings in by_token.items()
         for k, v in FORMATS
     }

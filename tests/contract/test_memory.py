@@ -28,7 +28,7 @@ def test_a_step_writes_its_own_tokens_only(name: str) -> None:
     before = world.copy_memory()
     attend(batch, rows)
     changed = sum(int((old != new).sum()) for old, new in zip(before, world.list_tensors(), strict=True))
-    assert changed <= 7 * token_bytes(mirrored=STRATEGIES[name].kind == "mirrored")
+    assert changed <= 7 * token_bytes(STRATEGIES[name].kind)
 
 
 def two_sequences(world: World, name: str) -> list[Reading]:
@@ -39,11 +39,14 @@ def two_sequences(world: World, name: str) -> list[Reading]:
     return readings
 
 
-def token_bytes(*, mirrored: bool) -> int:
-    """Return the bytes of a token's keys and values in float32; a mirror has a copy of them for each query head."""
-    return sum(
-        (spec.num_kv_heads + mirrored * spec.num_q_heads) * (spec.head_dim + spec.v_head_dim) * 4 for spec in MODEL
-    )
+def token_bytes(kind: str) -> int:
+    """Return the bytes of a token's keys and values in float32.
+
+    A mirror has a copy of them for each query head, and `residual` has the latest ones twice.
+    """
+    copies = {"mirrored": lambda spec: spec.num_q_heads, "residual": lambda spec: spec.num_kv_heads}
+    count = copies.get(kind, lambda spec: 0)
+    return sum((spec.num_kv_heads + count(spec)) * (spec.head_dim + spec.v_head_dim) * 4 for spec in MODEL)
 
 
 # ---------------------------------------------------------------- addresses

@@ -35,6 +35,7 @@ STRATEGIES = {
     "quest_by_share": StrategySettings(kind="quest", block_size=3, budget=0.4, min_tokens=12, prefix_cache=False),
     "random_drop": StrategySettings(kind="random_drop"),
     "random_drop_by_head": StrategySettings(kind="random_drop_by_head", every=13),
+    "residual": StrategySettings(kind="residual", residual_length=12, max_row=40, block_size=8, prefix_cache=False),
     "sliding_window": StrategySettings(kind="sliding_window", window=20, sinks=3, max_row=40),
     "streaming": StrategySettings(kind="streaming", window=12, sinks=2, every=EVERY),
 }

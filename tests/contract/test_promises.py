@@ -33,6 +33,7 @@ ROUNDED = {
     "ring-int8": StrategySettings(kind="sliding_window", k_dtype="int8", v_dtype="int8", window=12, max_row=9),
     "int8-keys": StrategySettings(kind="paged", k_dtype="int8", block_size=16),
     "int4": StrategySettings(kind="paged", k_dtype="int4", v_dtype="int4", block_size=16),
+    "residual": StrategySettings(kind="residual", v_dtype="int8", residual_length=8, block_size=4),
     "ring-int4": StrategySettings(kind="sliding_window", k_dtype="int8", v_dtype="int4", window=12, max_row=9),
 }
 ELSEWHERE = ("exact", "any order of calls")  # test_attention, test_random_histories

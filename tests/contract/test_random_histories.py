@@ -32,6 +32,7 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {  # small enough for texts of 20 
     "quest": {"block_size": 2, "budget": 8},
     "random_drop": {"every": 4, "block_size": 2},
     "random_drop_by_head": {"every": 5, "block_size": 2},
+    "residual": {"residual_length": 3, "sinks": 1, "block_size": 4},
     "sliding_window": {"window": 5, "sinks": 2, "max_row": 4},
     "streaming": {"window": 4, "sinks": 1, "every": 3, "block_size": 2},
 }
@@ -51,6 +52,8 @@ ALONE = (
         "paged, blocks of one": instance("paged", block_size=1),
         "quest, blocks of one": instance("quest", block_size=1, budget=4),
         "quest, nothing shared": instance("quest", budget=0.3, min_tokens=8, prefix_cache=False),
+        "residual, as computed": instance("residual", k_dtype="model", v_dtype="model"),
+        "residual, longer rows": instance("residual", residual_length=2, sinks=0, max_row=5, block_size=2),
         "paged, nothing shared": instance("paged", prefix_cache=False),
         "contiguous, nothing found again": instance("contiguous", prefix_cache=False),
     }
@@ -66,15 +69,14 @@ HYBRIDS = {  # models in which paged keeps windows of some layers, and several w
     "hybrid, small blocks": (HYBRID, {"it": instance("paged", block_size=2)}),
     "hybrid, nothing shared": (HYBRID, {"it": instance("paged", prefix_cache=False)}),
     "hybrid, s3fifo": (HYBRID, {"it": instance("paged", block_size=2, eviction="s3fifo", ttl=1e-6)}),
+    "hybrid, residual": (HYBRID, {"it": instance("residual")}),
     "hybrid, quest": (HYBRID, {"it": instance("quest")}),
     "windows": (WINDOWS, {"it": instance("paged")}),
+    "windows, residual": (WINDOWS, {"it": instance("residual", residual_length=2)}),
     "windows, quest": (WINDOWS, {"it": instance("quest")}),
     "windows, blocks of one": (WINDOWS, {"it": instance("paged", block_size=1)}),
     "several block sizes": (HYBRID, {"it": instance("paged"), "other": instance("paged", block_size=2), "ring": RING}),
 }
-
-
-WIDE = [spec._replace(head_dim=8, v_head_dim=8) for spec in LAYERS]  # wide enough for int4
 
 
 def stores_by_token(kind: str) -> bool:
@@ -122,7 +124,7 @@ def test_any_history_of_one_strategy(backend: str, name: str) -> None:
 def test_any_history_in_other_formats(backend: str, kind: str, rng: random.Random) -> None:
     k, v = rng.choice([("int8", "int8"), ("int4", "int4"), ("int8", "int4")])
     print(f"keys in {k}, values in {v}")
-    play({"it": instance(kind, k_dtype=k, v_dtype=v)}, examples=share(backend, 8), layers=WIDE)
+    play({"it": instance(kind, k_dtype=k, v_dtype=v)}, examples=share(backend, 8))
 
 
 @pytest.mark.fuzz

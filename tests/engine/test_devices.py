@@ -22,6 +22,7 @@ EXACT = strategies(
     everything_fits={"kind": "compressed", "budget": 300},
     mirrored={"kind": "mirrored"},
     quest_reads_all={"kind": "quest", "budget": 300},
+    residual_as_computed={"kind": "residual", "k_dtype": "model", "v_dtype": "model", "residual_length": 20},
     whole_window={"kind": "sliding_window", "window": 300, "sinks": 4},
 )
 LOSSY = strategies(
@@ -62,6 +63,7 @@ def test_strategies_that_drop_keys_generate_the_tokens_of_the_reference_on_the_c
 def test_int8_keys_and_values_give_the_tokens_of_the_reference_on_the_cpu(device: str, tiny: Path) -> None:
     int8 = strategies(
         paged={"kind": "paged", "k_dtype": "int8", "v_dtype": "int8"},
+        residual={"kind": "residual", "residual_length": 20, "k_dtype": "int8", "v_dtype": "int8"},
         ring={"kind": "sliding_window", "window": 20, "k_dtype": "int8", "v_dtype": "int8"},
     )
     expected = generate(tiny, list(int8), device="cpu", kernels="reference", strategies=int8)

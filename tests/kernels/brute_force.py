@@ -15,6 +15,7 @@ KEEPS: Mapping[str, Callable[[Any], Keeps]] = {  # built-in kinds, by their opti
     "contiguous": lambda options: keep_all,
     "mirrored": lambda options: keep_all,
     "paged": lambda options: keep_all,
+    "residual": lambda options: keep_all,
     "sliding_window": lambda options: lambda i, j: (j < options.sinks) | (i - j < options.window),
 }
 
