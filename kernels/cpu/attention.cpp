@@ -51,7 +51,12 @@ void finish(const AttentionCall& call, const Part& part, OnlineSoftmax<ROWS>& su
       if (call.sink_logits[h] > sums.top[r]) sums.raise(r, call.sink_logits[h], width);
       sums.total[r] += std::exp(call.sink_logits[h] - sums.top[r]);
     }
-    if (call.lse.numbers != nullptr) *call.lse.at<float>(token, h) = sums.top[r] + std::log(sums.total[r]);
+    if (call.lse.numbers != nullptr) {
+      constexpr float NO_NUMBER = std::numeric_limits<float>::quiet_NaN();
+      // A weight is at most 1: only a score that is NaN makes the total infinite, as exp_u20 does.
+      const float total = std::isfinite(sums.total[r]) ? sums.total[r] : NO_NUMBER;
+      *call.lse.at<float>(token, h) = sums.top[r] + std::log(total);
+    }
     float* const values = sums.values + r * width;
     T* const out = call.out.at<T>(token, h);
     const float factor = 1.f / sums.total[r];
