@@ -1,7 +1,7 @@
 """Decodes sequences under one strategy without computing their prompts, and measures the steps.
 
 The forward pass and what the strategy does before and after it are measured; drawing tokens, scheduling and HTTP are
-left out. The memory is filled with random numbers, since the time of a step does not depend on them.
+left out. Keys and values are random numbers, since the time of a step hardly depends on them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from server.engine.batch import Batch, RowInput
 from server.engine.instance import Instance
 from server.engine.instance_reports import read_usage
 from server.models.base import Model
+from tools.bench.kernel_inputs import fill_at_random
 
 ROW_TOKENS = 256  # tokens that are entered at once
 WARMUP_STEPS = 5  # of each turn
@@ -39,15 +40,6 @@ class Turn(NamedTuple):
     kv_bytes: int  # in use by all sequences at the end
 
 
-def fill_at_random(instance: Instance) -> None:
-    """Fill the memory of all strategies with random numbers of the model's dtype."""
-    memory, dtype = instance.memory, instance.setup.geometry.kv_dtype
-    pattern = torch.randn(1 << 20).to(dtype).repeat(64)  # few large copies are faster
-    for region in (region for name in memory.instances for region in memory.list_regions(name)):
-        for part in region.memory.view(dtype).split(len(pattern)):
-            part.copy_(pattern[: len(part)])
-
-
 def take_turn(model: Model, instance: Instance, prompts: Sequence[Sequence[int]], steps: int) -> Turn:
     """Decode `steps` tokens after each prompt, under one strategy. Raises SettingsError for lack of memory."""
     with opened_sequences(instance, prompts) as sequences:
@@ -66,10 +58,19 @@ def opened_sequences(instance: Instance, prompts: Sequence[Sequence[int]]) -> It
         for prompt in prompts:
             sequences.append(open_sequence(instance, prompt))
             enter(instance, sequences[-1], prompt)
+        _fill_at_random(instance)
         yield sequences
     finally:
         for sequence in sequences:
             instance.close(sequence)
+
+
+def _fill_at_random(instance: Instance) -> None:
+    """Fill the blocks that a strategy holds with random keys and values."""
+    regions = instance.memory.list_regions(instance.name)
+    for store in dict.fromkeys(instance.strategy.stores):
+        (held,) = (region.placement.list_used() for region in regions if region.memory is store.memory)
+        fill_at_random(store, held)
 
 
 def open_sequence(instance: Instance, prompt: Sequence[int]) -> KVSequence:

@@ -12,7 +12,7 @@ import torch
 from config.settings import Settings, load_settings
 from server.engine.build import Engine, build_engine
 from server.evaluation.command import select_strategies
-from tools.bench.decode_steps import WARMUP_STEPS, fill_at_random, take_turn
+from tools.bench.decode_steps import WARMUP_STEPS, take_turn
 from tools.bench.models import LLAMA, SHAPES, find_model
 from tools.bench.runner import Case, Context, Effort, Group, Reading, Row, Table
 
@@ -78,10 +78,8 @@ def use_strategies(settings: Settings, wanted: Sequence[str]) -> Settings:
 
 @contextmanager
 def run_engine(settings: Settings) -> Iterator[Engine]:
-    """Yield an engine whose memory is full of random numbers. Raises SettingsError."""
-    engine = build_engine(settings)
-    fill_at_random(next(iter(engine.core.instances.values())))
-    yield engine
+    """Yield an engine. Raises SettingsError."""
+    yield build_engine(settings)
 
 
 def _measure(options: Namespace, sequences: int, engine: Engine, strategy: str) -> Iterator[Reading]:
@@ -103,8 +101,8 @@ after it, such as the compactions of `compressed`. Drawing tokens, scheduling an
 
 In its turn a strategy gets sequences of --context tokens, the same ones as the other strategies, and decodes --steps
 tokens of each, after a few that are not counted. With 256 steps, `compressed` with its default options compacts each
-sequence once. Prompts are not computed: the memory is filled with random numbers, since the time of a step does not
-depend on them.""",
+sequence once. Prompts are not computed: keys and values are random numbers, since the time of a step hardly depends on
+them.""",
     list_cases,
     add_arguments,
     Effort(7),

@@ -29,7 +29,7 @@ from server.engine.instance import Instance
 from server.profiling.machine import measure_matmul_flops, measure_read_bandwidth
 from server.profiling.steps import average_fastest
 from tools.bench.counts import list_counts
-from tools.bench.decode_steps import decode_step, fill_at_random, opened_sequences
+from tools.bench.decode_steps import decode_step, opened_sequences
 from tools.bench.decoding import use_strategies
 from tools.bench.growth_plot import draw
 from tools.bench.long_contexts import SETTINGS_FILE
@@ -144,7 +144,6 @@ def run_timer(settings: Settings, length: int) -> Iterator[StepTimer]:
         if "positions" not in str(error):
             raise
         engine = build_engine(settings)
-    fill_at_random(next(iter(engine.core.instances.values())))
     yield StepTimer(engine)
 
 
@@ -228,7 +227,7 @@ beside the least time that this machine allows: that of reading weights, keys an
 memory, measured just before, or that of the products. And the number of function calls by the number of waiting
 requests and of cached blocks, which should be constant.
 
-Prompts are not computed: memory is filled with random numbers, and the strategies are given prompts of random tokens as
+Prompts are not computed: keys and values are random numbers, and the strategies are given prompts of random tokens as
 if they had been computed, which they compact and evict as usual. Times leave out scheduling, sampling and
 compaction.""",
     list_cases,

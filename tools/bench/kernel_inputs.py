@@ -7,7 +7,6 @@ of the operation. Measures nothing; kernels.py does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -206,6 +205,14 @@ def silu_mul(dtype: torch.dtype, tokens: int) -> Calls:
     return [(gate_up,) for gate_up in _make_rows(dtype, tokens, 2 * INTERMEDIATE_SIZE)]
 
 
+def fill_at_random(store: KVStore, blocks: Sequence[int]) -> None:
+    """Fill blocks of a store with keys and values drawn at random, in its formats; all blocks have the same ones."""
+    for layer in store.layers:
+        for plane, dim in zip(store.planes(layer), store.heads(layer)[1:], strict=True):
+            vectors = torch.randn(plane.numbers.shape[1], store.block_size, dim, device=store.device)
+            plane.write(torch.tensor(blocks), plane.format.encode(vectors))
+
+
 class Sequences:
     """The keys and values of sequences of `context` tokens, 1 GiB in all, in blocks at random places.
 
@@ -221,11 +228,7 @@ class Sequences:
         self.num_sequences = -(-GIBIBYTE // (width * page * batch)) * batch
         pages = Pages(self.num_sequences * width, page)
         self.store = KVStore(pages, LAYERS, self.block_size, stored)
-        dtype = stored if isinstance(stored, torch.dtype) else torch.int8  # of random numbers
-        pages.memory.view(dtype).copy_(make_random_values(pages.memory.nbytes // dtype.itemsize, dtype))
-        for plane in chain.from_iterable(map(self.store.planes, self.store.layers)):
-            if plane.scale is not None:
-                plane.scale.fill_(1.0)
+        fill_at_random(self.store, list(range(self.store.num_blocks)))
         self.block_table = torch.randperm(self.num_sequences * width).int().view(self.num_sequences, width)
 
     def iter_slots(self, queries: int = 1) -> Iterator[tuple[Slots, int]]:
