@@ -71,23 +71,29 @@ class TiledAttention:
         if key not in by_window:
             by_window[key] = list(_iter_groups(at, spec.window, window))
         for group in by_window[key]:
-            mixed, sums = self._attend_group(q[group.tokens], store, layer, group, spec)
-            out[group.tokens] = mixed.to(out.dtype)
-            if lse is not None:
-                lse[group.tokens] = sums
+            self._attend_group(out, q, store, layer, group, spec, lse)
 
     def _attend_group(
-        self, q: Tensor, store: KVStore, layer: int, group: _Group, spec: LayerSpec
-    ) -> tuple[Tensor, Tensor]:
-        """Attend from q [B*n, Hq, D] by online softmax (Milakov & Gimelshein 2018).
-
-        Return the output [B*n, Hq, Dv], and the log of the sum of the exponentials of scores [B*n, Hq], both float32.
-        """
+        self,
+        out: Tensor,
+        q: Tensor,
+        store: KVStore,
+        layer: int,
+        group: _Group,
+        spec: LayerSpec,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend from a group's tokens by online softmax (Milakov & Gimelshein 2018)."""
         B, n, H, Dv = group.rows, group.queries, spec.num_kv_heads, spec.v_head_dim
         G = spec.num_q_heads // H  # number of query heads that share a KV head
+
+        def by_token(x: Tensor) -> Tensor:
+            """Return x [B*H, n*G, D] as [B*n, Hq, D]."""
+            return x.view(B, H, n, G, -1).transpose(1, 2).reshape(B * n, H * G, -1)
+
         k_plane, v_plane = store.planes(layer)
         # q becomes [B*H, n*G, D]: the queries of a KV head are side by side, so that its keys are read once.
-        q = q.view(B, n, H, G, -1).transpose(1, 2).reshape(B * H, n * G, -1).float()
+        q = q[group.tokens].view(B, n, H, G, -1).transpose(1, 2).reshape(B * H, n * G, -1).float()
         q = (hadamard(q) if k_plane.format.rotated else q) * spec.scale
         top = q.new_full((B * H, n * G, 1), -torch.inf)  # running maximum
         total = torch.zeros_like(top)
@@ -111,9 +117,9 @@ class TiledAttention:
             total.mul_(rescale).add_((sink - top).exp())
             acc.mul_(rescale)
         acc.div_(total)
-        out = hadamard(acc) if v_plane.format.rotated else acc
-        out, lse = (x.view(B, H, n, G, -1).transpose(1, 2).reshape(B * n, H * G, -1) for x in (out, top + total.log()))
-        return out, lse[..., 0]
+        out[group.tokens] = by_token(hadamard(acc) if v_plane.format.rotated else acc).to(out.dtype)
+        if lse is not None:
+            lse[group.tokens] = by_token(top + total.log())[..., 0]
 
     def _load_tile(self, name: str, plane: Plane, tile: _Tile, dim: int) -> Tensor:
         """Return the stored keys or values of a tile as float32 [B*H, TILE, dim].

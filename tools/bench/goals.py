@@ -97,7 +97,7 @@ LONG_ROWS = (
     E8_STEP,
     *(
         replace(E8_STEP, what=f"8 at once after 4,096, {name}, between two tokens", goal=None, strategy=name)
-        for name in ("int8", "compressed", "quest", "streaming", "sliding_window")
+        for name in ("int8", "residual", "compressed", "quest", "streaming", "sliding_window")
     ),
     make_long_row("8 at once after 4,096", "e8", "output"),
     make_long_row("16 at once after 4,096, between two tokens", "e16", "step"),
