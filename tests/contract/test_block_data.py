@@ -96,7 +96,7 @@ def test_data_that_does_not_fit_changes_nothing(name: str) -> None:
 
 def test_which_kinds_can_be_read() -> None:
     found = {settings.kind for name, settings in INSTANCES.items() if isinstance(make(name, list(MODEL))[1], BlockData)}
-    assert found == {"paged", "quest"}
+    assert found == {"paged", "quest", "residual"}
 
 
 def test_a_block_that_is_being_computed_cannot_be_read() -> None:

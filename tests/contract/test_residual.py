@@ -83,8 +83,8 @@ def test_found_tokens_are_known_as_they_are_quantized(
         read_rows([draw_row(first, rng)])
     if rng.random() < 0.5:
         first.reading.sequence.close()
-    for common in (rng.randint(BLOCK, 45), rng.randint(0, 12)):
-        other = open_text(world, spliced(text, random_text(2 + common, 70, LAYERS, dtype), common))
+    for number, common in enumerate((rng.randint(BLOCK, 45), rng.randint(0, 12)), start=2):
+        other = open_text(world, spliced(text, random_text(number, 70, LAYERS, dtype), common))
         assert other.length == common // BLOCK * BLOCK
         while other.reading.left:
             read_rows([draw_row(other, rng)])

@@ -21,7 +21,9 @@ from kernels.metal.library import Kernels
 
 HERE = Path(__file__).parent
 FOLDERS = (HERE / "host", Path(translation.__file__).parent, Path(metal_emulator.__file__).parent / "runtime")
-OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-include", "cuda_on_host.h")
+# Hidden, as threadgroup memory becomes static variables of templates, which libraries in one process would share
+VISIBILITY = "-fvisibility=hidden"
+OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", VISIBILITY, "-w", "-include", "cuda_on_host.h")
 _ENTRY_POINT = re.compile(r'extern "C" __global__ (?:__launch_bounds__\([^)]*\) )?void ([\w#]+)(\(.*?\) \{.*?; \})')
 
 
@@ -60,7 +62,8 @@ def _make_host_entry_point(found: re.Match[str]) -> str:
     paste = "##" if "##" in name else ""  # within a macro
     entry, run = f"{name}{paste}_entry", f"{name}{paste}_run"
     sizes = "const unsigned* groups, const unsigned* size, void** given"
-    return f'void {entry}{rest} extern "C" void {run}({sizes}) {{ host::launch(&{entry}, groups, size, given); }}'
+    visible = '__attribute__((visibility("default")))'
+    return f'void {entry}{rest} extern "C" {visible} void {run}({sizes}) {{ host::launch(&{entry}, groups, size, given); }}'
 
 
 def _get_launcher(library: ctypes.CDLL, name: str) -> Launcher:
