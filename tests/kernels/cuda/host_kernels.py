@@ -62,8 +62,8 @@ def _make_host_entry_point(found: re.Match[str]) -> str:
     paste = "##" if "##" in name else ""  # within a macro
     entry, run = f"{name}{paste}_entry", f"{name}{paste}_run"
     sizes = "const unsigned* groups, const unsigned* size, void** given"
-    visible = '__attribute__((visibility("default")))'
-    return f'void {entry}{rest} extern "C" {visible} void {run}({sizes}) {{ host::launch(&{entry}, groups, size, given); }}'
+    launcher = f'extern "C" __attribute__((visibility("default"))) void {run}({sizes})'
+    return f"void {entry}{rest} {launcher} {{ host::launch(&{entry}, groups, size, given); }}"
 
 
 def _get_launcher(library: ctypes.CDLL, name: str) -> Launcher:
