@@ -39,6 +39,10 @@ class WindowOptions(TableOptions):
         None, ge=1, le=INT32_MAX, description="maximum number of tokens of a sequence in one step; default: the window"
     )
 
+    def compute_ring_size(self, geometry: Geometry) -> int:
+        """Return the number of slots of the ring buffer."""
+        return compute_ring_size(self.window, self.sinks, self.max_row, geometry)
+
 
 class WindowSequence(SingleBlockSequence):
     """A sequence that nobody finds, as its first tokens are overwritten."""
@@ -58,9 +62,9 @@ class SlidingWindowCache(SingleBlockCache[WindowSequence]):
 
     def __init__(self, setup: CacheSetup, options: WindowOptions) -> None:
         geometry = setup.geometry
-        self.max_row = _compute_max_row(options, geometry)
+        self.max_row = compute_max_row(options.window, options.max_row, geometry)
         self.sinks = options.sinks
-        self.ring = _compute_ring_size(options, geometry)
+        self.ring = options.compute_ring_size(geometry)
         self.window = options.window
         super().__init__(setup, options)
         wraps = self.sinks + self.ring < geometry.max_seq_len
@@ -72,13 +76,15 @@ class SlidingWindowCache(SingleBlockCache[WindowSequence]):
 
     @classmethod
     def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
-        return options.sinks + _compute_ring_size(options, geometry), 1
+        return options.sinks + options.compute_ring_size(geometry), 1
 
 
-def _compute_max_row(options: WindowOptions, geometry: Geometry) -> int:
-    return min(options.max_row or options.window, geometry.max_num_batched_tokens)
+def compute_max_row(window: int, max_row: int | None, geometry: Geometry) -> int:
+    """Return the most tokens of a row; `max_row` is the option, by default the window."""
+    return min(max_row or window, geometry.max_num_batched_tokens)
 
 
-def _compute_ring_size(options: WindowOptions, geometry: Geometry) -> int:
-    """Return the number of slots of the ring buffer, which is no larger than the longest sequence needs."""
-    return max(1, min(options.window + _compute_max_row(options, geometry) - 1, geometry.max_seq_len - options.sinks))
+def compute_ring_size(window: int, sinks: int, max_row: int | None, geometry: Geometry) -> int:
+    """Return the number of slots of a ring buffer, which is no larger than the longest sequence needs."""
+    slots = window + compute_max_row(window, max_row, geometry) - 1
+    return max(1, min(slots, geometry.max_seq_len - sinks))

@@ -6,9 +6,8 @@ from pydantic import Field
 
 from cache_strategies.block_table import KVDtype
 from cache_strategies.paged.base import PagedOptions
+from cache_strategies.sliding_window import INT32_MAX, compute_max_row, compute_ring_size
 from cache_strategies.types import Geometry
-
-INT32_MAX = 2**31 - 1  # largest int32, the type of positions on the device; maximum of the options
 
 
 class ResidualOptions(PagedOptions):
@@ -40,12 +39,8 @@ class ResidualOptions(PagedOptions):
 
     def compute_max_row(self, geometry: Geometry) -> int:
         """Return the most tokens of a row."""
-        return min(self.max_row or self.residual_length, geometry.max_num_batched_tokens)
+        return compute_max_row(self.residual_length, self.max_row, geometry)
 
     def compute_ring_size(self, geometry: Geometry) -> int:
-        """Return the number of slots of a ring buffer, which is no larger than the longest sequence needs.
-
-        All tokens of a row are written before any is read, and its first query reads residual_length - 1 tokens before.
-        """
-        most = self.residual_length + self.compute_max_row(geometry) - 1
-        return max(1, min(most, geometry.max_seq_len - self.sinks))
+        """Return the number of slots of a ring buffer: as under `sliding_window`."""
+        return compute_ring_size(self.residual_length, self.sinks, self.max_row, geometry)

@@ -19,7 +19,8 @@ from torch import Tensor
 from cache_strategies.base import CacheSetup, Rows
 from cache_strategies.block_table import BlockTable
 from cache_strategies.paged.cache import PagedSequence
-from cache_strategies.residual.options import INT32_MAX, ResidualOptions
+from cache_strategies.residual.options import ResidualOptions
+from cache_strategies.sliding_window import INT32_MAX
 from cache_strategies.types import Geometry
 from kernels.kv_formats import as_formats
 from kernels.ops import KVLocation
