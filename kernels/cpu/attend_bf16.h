@@ -61,22 +61,19 @@ class Bf16AttentionHead : Bf16Blocks {
     sums.clear(kv_.rows.count, width_);
     for (int64_t split = begin; split < end; split = kv_.next_seen((split + 1) * SPLIT) / SPLIT) {
       tiles_.start(split * SPLIT, end * SPLIT);
-      std::fill_n(top_, kv_.rows.count, NO_SCORE);
-      std::fill_n(weights_, kv_.rows.count * L, 0.f);
-      std::fill_n(values_, kv_.rows.count * width_, 0.f);
+      split_.clear(kv_.rows.count, width_);
       for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= kv_.newest; tile += TILE) {
         const Tile& found = tiles_.read(tile);
         if (!found.seen.empty()) attend_tile(tile, found);
       }
-      for (int64_t r = 0; r < kv_.rows.count; ++r) merge(r, sums);
+      for (int64_t r = 0; r < kv_.rows.count; ++r)
+        split_.merge_into(sums, r, width_, [this](float* values) { restore_order(values); });
     }
   }
 
  private:
   static constexpr int64_t TILE = Products::TILE;  // positions
   static constexpr int64_t N = TILE / L;
-  // The most by which a score may exceed the maximum to which its row's sums are relative: weights are at most 2^8.
-  static constexpr float SLACK = 8.f;
   static constexpr int64_t PORTION = 8;  // cache lines prefetched in one go between computations
   static_assert(SPLIT % TILE == 0 && TILE % DEPTH == 0 && ROWS % L == 0);
   using Tiles = KVTileReader<TILE, L>;
@@ -85,11 +82,7 @@ class Bf16AttentionHead : Bf16Blocks {
   // Calls work(number) with a value of the C++ type that stands for a format; see is_bf16_format.
   template <typename Work>
   static void with_format(at::ScalarType format, const Work& work) {
-    switch (format) {
-      case at::kChar: return work(int8_t{});
-      case at::kByte: return work(Int4{});
-      default: return work(Number{});
-    }
+    with_one_of<int8_t, Int4, Number>(format, work);
   }
 
   void attend_tile(int64_t tile, const Tile& found) {
@@ -122,7 +115,7 @@ class Bf16AttentionHead : Bf16Blocks {
     if (!kv_.all_see(found.seen) && !finite_values(found))
       return multiply_seen_values(0, tile, found.seen.end - tile, found.v);
     with_format(kv_.v.format, [&](auto of_v) {
-      products_.template multiply_stored_values<decltype(of_v)>(p_, found.v, v_dim_, width_, kv_.rows.count, values_,
+      products_.template multiply_stored_values<decltype(of_v)>(p_, found.v, v_dim_, width_, kv_.rows.count, split_.values,
                                                                 tiles_.queue());
     });
   }
@@ -153,7 +146,7 @@ class Bf16AttentionHead : Bf16Blocks {
   // row does not see: their weight is 0, but 0 times NaN is NaN.
   void multiply_seen_values(int64_t first, int64_t tile, int64_t end, const char* const* values) {
     alignas(64) static constexpr uint16_t ZEROS[MAX_DIM] = {};  // in every format
-    float* const sums = values_ + first * width_;
+    float* const sums = split_.values + first * width_;
     const std::vector<float> before(sums, sums + L * width_);
     std::vector<float> after = before;
     for (int64_t r = 0; r < count_at(first); ++r) {
@@ -172,7 +165,7 @@ class Bf16AttentionHead : Bf16Blocks {
   // Adds to the sums of the 16 query rows from `first` on their weights times the values of the tile's first `end`
   // keys.
   void multiply_values(int64_t first, int64_t end) {
-    products_.multiply_values(p_, v_, (end + DEPTH - 1) / DEPTH, width_, count_at(first), values_ + first * width_,
+    products_.multiply_values(p_, v_, (end + DEPTH - 1) / DEPTH, width_, count_at(first), split_.values + first * width_,
                               tiles_.queue());
   }
 
@@ -235,14 +228,9 @@ class Bf16AttentionHead : Bf16Blocks {
       __mmask16 seen[N];
       unroll<N>([&](auto j) { seen[j] = 0xFFFF; });
       if (!whole) mask_scores(kv_.mask.seen_by(position_[r]), tile, x, seen);
-      __m512 highest = x[0];
-      unroll<N>([&](auto j) { highest = _mm512_max_ps(highest, x[j]); });
-      if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(top_[r] + SLACK), _CMP_GT_OQ))
-        raise(r, _mm512_reduce_max_ps(highest));
-      const __m512 top = _mm512_set1_ps(top_[r]);
-      unroll<N>([&](auto j) { x[j] = exp2(_mm512_sub_ps(x[j], top)); });
-      const __m512 sum = store_weights(x, seen, p_ + i * DEPTH, _mm512_load_ps(weights_ + r * L));
-      _mm512_store_ps(weights_ + r * L, sum);
+      split_.weigh(r, x, width_);
+      float* const totals = split_.totals + r * L;
+      _mm512_store_ps(totals, store_weights(x, seen, p_ + i * DEPTH, _mm512_load_ps(totals)));
     }
   }
 
@@ -265,28 +253,13 @@ class Bf16AttentionHead : Bf16Blocks {
     return sum;
   }
 
-  // Makes the sums of query row r relative to `higher`, a new highest score.
-  void raise(int64_t r, float higher) {
-    const __m512 factor = exp2(_mm512_set1_ps(top_[r] - higher));
-    top_[r] = higher;
-    _mm512_store_ps(weights_ + r * L, _mm512_mul_ps(_mm512_load_ps(weights_ + r * L), factor));
-    for (float* v = values_ + r * width_; v < values_ + (r + 1) * width_; v += L)
-      _mm512_store_ps(v, _mm512_mul_ps(_mm512_load_ps(v), factor));
-  }
-
-  // Adds the sums of query row r over one split to `sums`. Puts the numbers of values, of which pair_values separated
-  // the even ones from the odd ones, back in order.
-  void merge(int64_t r, OnlineSoftmax<ROWS>& sums) {
-    constexpr float LN2 = 0.693147181f;
-    const float total = _mm512_reduce_add_ps(_mm512_load_ps(weights_ + r * L));
-    if (top_[r] == NO_SCORE && total == 0.f) return;  // skips a row that saw no key, unless its total is NaN
-    float* values = values_ + r * width_;
+  // Puts the numbers of a row's sums, of which pair_values separated the even ones from the odd ones, back in order.
+  void restore_order(float* values) const {
     for (int64_t d = 0; d < width_; d += DEPTH) {
       const auto [low, high] = interleave(load(values + d), load(values + d + L));
       low.store(values + d);
       high.store(values + d + L);
     }
-    sums.merge(r, top_[r] * LN2, total, values, width_);
   }
 
   const Products products_{};
@@ -303,9 +276,7 @@ class Bf16AttentionHead : Bf16Blocks {
   alignas(64) Number p_[L * TILE];                     // weights of 16 rows
   alignas(64) float s_[L * TILE];                      // and scores
   alignas(64) float k_scales_[TILE], v_scales_[TILE];  // of int8 vectors
-  alignas(64) float values_[ROWS * MAX_DIM];
-  alignas(64) float weights_[ROWS * L];  // sums of the weights so far, one per vector lane, for each row
-  float top_[ROWS];                      // of scores times log2(e)
+  SplitSums<ROWS> split_;
   int64_t position_[ROWS];
 };
 

@@ -41,7 +41,6 @@ class IntAttentionHead : IntBlocks {
 
   // Stores `query` [k.dim], rotated if keys are, as query row number r. If it is not finite, its scale is NaN.
   void set_query(int64_t r, const Number* query) {
-    constexpr float TINY = 1e-30f;
     alignas(64) float wide[MAX_DIM] = {};
     to_float(query, wide, k_dim_);
     if (kv_.k.rotated) rotate(wide, k_dim_);
@@ -67,15 +66,14 @@ class IntAttentionHead : IntBlocks {
     sums.clear(kv_.rows.count, width_);
     for (int64_t split = begin; split < end; split = kv_.next_seen((split + 1) * SPLIT) / SPLIT) {
       tiles_.start(split * SPLIT, end * SPLIT);
-      std::fill_n(top_, kv_.rows.count, NO_SCORE);
-      std::fill_n(weights_, kv_.rows.count * L, 0.f);
-      std::fill_n(values_, kv_.rows.count * width_, 0.f);
+      split_.clear(kv_.rows.count, width_);
       for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= kv_.newest; tile += TILE) {
         const Tile& found = tiles_.read(tile);
         tiles_.queue().spread(TILE / L * k_chunks_ + TILE / 4 * v_chunks_ + kv_.rows.count);
         if (!found.seen.empty()) attend_tile(tile, found);
       }
-      for (int64_t r = 0; r < kv_.rows.count; ++r) merge(r, sums);
+      for (int64_t r = 0; r < kv_.rows.count; ++r)
+        split_.merge_into(sums, r, width_, [this](float* values) { restore_order(values); });
     }
   }
 
@@ -83,8 +81,6 @@ class IntAttentionHead : IntBlocks {
   static constexpr int64_t TILE = COLUMNS;  // positions
   static constexpr int64_t N = TILE / L;
   static constexpr int64_t MAX_CHUNKS = MAX_DIM / DEPTH, MAX_UNITS = MAX_DIM / UNIT;
-  // The most by which a score may exceed the maximum to which its row's sums are relative: weights are at most 2^8.
-  static constexpr float SLACK = 8.f;
   static_assert(TILE == DEPTH && SPLIT % TILE == 0 && ROWS % L == 0);
   using Tiles = KVTileReader<TILE, L>;
   using Tile = Tiles::Tile;
@@ -97,7 +93,7 @@ class IntAttentionHead : IntBlocks {
   // Calls work(number) with a value of the C++ type that stands for a format; see are_int_formats.
   template <typename Work>
   static void with_format(at::ScalarType format, const Work& work) {
-    format == at::kChar ? work(int8_t{}) : work(Int4{});
+    with_one_of<int8_t, Int4>(format, work);
   }
 
   uint8_t* query_block(int64_t part, int64_t first, int64_t c) {
@@ -219,21 +215,17 @@ class IntAttentionHead : IntBlocks {
     __mmask16 seen[N];
     unroll<N>([&](auto j) { seen[j] = 0xFFFF; });
     if (!whole) mask_scores(kv_.mask.seen_by(position_[r]), tile, x, seen);
-    const __m512 highest = _mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3]));
-    if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(top_[r] + SLACK), _CMP_GT_OQ))
-      raise(r, _mm512_reduce_max_ps(highest));
-    const __m512 top = _mm512_set1_ps(top_[r]);
-    unroll<N>([&](auto j) { x[j] = exp2(_mm512_sub_ps(x[j], top)); });
-    __m512 sum = _mm512_load_ps(weights_ + r * L);
+    split_.weigh(r, x, width_);
+    __m512 sum = _mm512_load_ps(split_.totals + r * L);
     unroll<N>([&](auto j) { sum = _mm512_add_ps(sum, x[j]); });
-    _mm512_store_ps(weights_ + r * L, sum);
+    _mm512_store_ps(split_.totals + r * L, sum);
     for (int64_t u = 0; u < 2 * v_chunks_; ++u) store_weights(x, seen, r % L, u);
   }
 
   // Stores the weights of a row, times the scales of unit u of those values that it sees, as integers relative to the
   // largest. If a scale is NaN, so is the largest: as integers, the bits of NaN are above those of other numbers.
   void store_weights(const Raw (&x)[N], const __mmask16 (&seen)[N], int64_t i, int64_t u) {
-    constexpr float LEVELS = 255.f, TINY = 1e-30f;
+    constexpr float LEVELS = 255.f;
     Raw scaled[N];
     __m512i most = _mm512_setzero_si512();
     unroll<N>([&](auto j) {
@@ -255,7 +247,7 @@ class IntAttentionHead : IntBlocks {
     products_.template multiply<false, 2, 2>(w_ + u * LEFT, v_ + u / 2 * RIGHT + u % 2 * 2 * PART, count,
                                              products_of_[0]);
     for (int64_t i = 0; i < count; ++i) {
-      float* const to = values_ + (first + i) * width_ + u * UNIT;
+      float* const to = split_.values + (first + i) * width_ + u * UNIT;
       const __m512 scale = _mm512_set1_ps(w_scales_[u][i]);
       unroll<2>([&](auto n) {
         const __m512 added = _mm512_cvtepi32_ps(_mm512_load_si512(products_of_[0] + i * UNIT + n * L));
@@ -264,29 +256,12 @@ class IntAttentionHead : IntBlocks {
     }
   }
 
-  // Makes the sums of query row r relative to `higher`, a new highest score.
-  void raise(int64_t r, float higher) {
-    const __m512 factor = exp2(_mm512_set1_ps(top_[r] - higher));
-    top_[r] = higher;
-    const auto multiply = [factor](float* sums, int64_t n) {
-      for (int64_t i = 0; i < n; i += L) _mm512_store_ps(sums + i, _mm512_mul_ps(_mm512_load_ps(sums + i), factor));
-    };
-    multiply(weights_ + r * L, L);
-    multiply(values_ + r * width_, width_);
-  }
-
-  // Adds the sums of query row r over one split to `sums`.
-  void merge(int64_t r, OnlineSoftmax<ROWS>& sums) {
-    constexpr float LN2 = 0.693147181f;
-    const float total = _mm512_reduce_add_ps(_mm512_load_ps(weights_ + r * L));
-    if (top_[r] == NO_SCORE && total == 0.f) return;  // skips a row that saw no key, unless its total is NaN
-    float* const values = values_ + r * width_;
-    for (int64_t d = 0; d < width_; d += UNIT) restore_order(values + d);
-    const int64_t half =
-        kv_.v.format == at::kByte ? v_dim_ % GROUP / 2 : 0;  // of a short last group: see part_last_group
+  // Puts the numbers of a row's sums back in the order of values; see interleave_values and part_last_group.
+  void restore_order(float* values) const {
+    for (int64_t d = 0; d < width_; d += UNIT) IntBlocks::restore_order(values + d);
+    const int64_t half = kv_.v.format == at::kByte ? v_dim_ % GROUP / 2 : 0;
     float* const last = values + v_dim_ / GROUP * GROUP;
     std::copy_n(last + UNIT, half, last + half);
-    sums.merge(r, top_[r] * LN2, total, values, width_);
   }
 
   const Products products_{};
@@ -305,9 +280,7 @@ class IntAttentionHead : IntBlocks {
   float w_scales_[MAX_UNITS][L];
   float q_scales_[ROWS];
   int32_t q_sums_[ROWS][MAX_UNITS];  // of the integers of a query, times what is added to those of keys
-  alignas(64) float values_[ROWS * MAX_DIM];
-  alignas(64) float weights_[ROWS * L];  // sums of the weights so far, one per vector lane, for each row
-  float top_[ROWS];                      // of scores times log2(e)
+  SplitSums<ROWS> split_;
   int64_t position_[ROWS];
 };
 

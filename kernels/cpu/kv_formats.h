@@ -14,13 +14,26 @@ namespace kvmux {
 // Stands for the format of 4 bits, whose bytes torch has as uint8.
 struct Int4 {};
 
-// Calls work(number) with a value of the C++ type that stands for a format of keys or values: one of with_type, int8_t
-// or Int4.
+template <typename KV>
+constexpr at::ScalarType FORMAT = c10::CppTypeToScalarType<KV>::value;
+template <>
+constexpr at::ScalarType FORMAT<Int4> = at::kByte;
+
+constexpr float TINY = 1e-30f;  // the least number by which numbers are divided when they are quantized
+
+// Calls work(number) with a value of that of the C++ types that stands for a format: the last one if no other does.
+template <typename First, typename... Others, typename Work>
+void with_one_of(at::ScalarType format, const Work& work) {
+  if constexpr (sizeof...(Others) == 0)
+    work(First{});
+  else
+    format == FORMAT<First> ? work(First{}) : with_one_of<Others...>(format, work);
+}
+
+// Calls work(number) with a value of the C++ type that stands for any format of keys or values.
 template <typename Work>
-void with_kv_type(at::ScalarType type, const Work& work) {
-  if (type == at::kChar) return work(int8_t{});
-  if (type == at::kByte) return work(Int4{});
-  with_type(type, work);
+void with_kv_type(at::ScalarType format, const Work& work) {
+  with_one_of<int8_t, Int4, float, at::BFloat16, at::Half>(format, work);
 }
 
 // Returns the scale of a stored int8 vector of n numbers.
@@ -115,7 +128,6 @@ inline void read_group_transposed(const char* const* from, int64_t dim, int64_t 
 // Rounds n numbers, half of a group, to integers of 4 bits, and returns their scale: by it the one of the largest
 // magnitude becomes -8, of two such numbers the negative one.
 inline at::BFloat16 round_half(const float* from, int64_t n, int32_t* to) {
-  constexpr float TINY = 1e-30f;  // least divisor
   float numbers[GROUP / 2];
   std::fill(std::copy_n(from, n, numbers), numbers + GROUP / 2, from[0]);
   Vec least = load(numbers), largest = least, nothing(0.f);  // a NaN or infinity times 0 is NaN
@@ -194,7 +206,6 @@ inline void read_transposed(const char* const* from, int64_t n, float* to, int64
 // Stores n numbers as int8: the largest magnitude becomes 127, as in kv_formats.py.
 template <typename T>
 inline void write_int8(const T* from, char* to, int64_t n) {
-  constexpr float TINY = 1e-30f;
   float largest = 0.f;
   bool finite = true;  // if any of the numbers is NaN or infinite, the scale becomes NaN
   for (int64_t i = 0; i < n; ++i) {
