@@ -1,8 +1,6 @@
-// The attention of attend.h for queries in bfloat16, and for keys and values in bfloat16, int8 or int4: scores and
-// weighted values are products of bfloat16 numbers, summed in float32. Weights are rounded to bfloat16 for the second
-// product, and rounded in the sum that normalises them, too. The integers of int8 vectors are exact in bfloat16; scores
-// are multiplied by the scales of keys, and weights, once they are summed, by those of values. Numbers of 4 bits are
-// rounded to bfloat16.
+// The attention of attend.h for queries, keys and values in bfloat16: scores and weighted values are products of bfloat16
+// numbers, summed in float32. Weights are rounded to bfloat16 for the second product, and rounded in the sum that
+// normalises them, too.
 //
 // A tile of keys and one of values are rearranged once for all query rows that are computed together. The result of a
 // row depends on its position alone: other rows of a product do not affect it, and keys that it does not see add zeros.
@@ -20,11 +18,6 @@
 
 namespace kvmux {
 
-// Returns whether keys or values in this format can be multiplied as bfloat16.
-inline bool is_bf16_format(at::ScalarType format) {
-  return format == at::kBFloat16 || format == at::kChar || format == at::kByte;
-}
-
 template <typename Products>
 class Bf16AttentionHead : Bf16Blocks {
  public:
@@ -33,24 +26,15 @@ class Bf16AttentionHead : Bf16Blocks {
 
   Bf16AttentionHead(const KVView& kv, Scores scores)
       : kv_(kv), scores_(scores), k_dim_(kv.k.dim), v_dim_(kv.v.dim), width_(padded(v_dim_)),
-        chunks_(padded(k_dim_) / DEPTH), k_scaled_(kv.k.format == at::kChar), v_scaled_(kv.v.format == at::kChar),
-        tiles_(kv_) {
+        chunks_(padded(k_dim_) / DEPTH), tiles_(kv_) {
     for (int64_t r = 0; r < kv.rows.count; ++r) position_[r] = kv.rows.position(r);
   }
 
-  // Stores `query` [k.dim] as query row number r, in the layout of blocks (Bf16Blocks); rotated if keys are.
+  // Stores `query` [k.dim] as query row number r, in the layout of blocks (Bf16Blocks).
   void set_query(int64_t r, const Number* query) {
-    Number rotated[MAX_DIM];
-    if (kv_.k.rotated) {
-      float wide[MAX_DIM];
-      to_float(query, wide, k_dim_);
-      rotate(wide, k_dim_);
-      convert(wide, rotated, k_dim_);
-      query = rotated;
-    }
     for (int64_t c = 0; c < chunks_; ++c)
       _mm512_store_si512(q_ + ((r / L * chunks_ + c) * L + r % L) * DEPTH,
-                         numbers<Number>(reinterpret_cast<const char*>(query), c, k_dim_));
+                         numbers(reinterpret_cast<const char*>(query), c, k_dim_));
   }
 
   // Sets the keys and values that this thread reads afterwards, from split number `split` on.
@@ -79,15 +63,7 @@ class Bf16AttentionHead : Bf16Blocks {
   using Tiles = KVTileReader<TILE, L>;
   using Tile = Tiles::Tile;
 
-  // Calls work(number) with a value of the C++ type that stands for a format; see is_bf16_format.
-  template <typename Work>
-  static void with_format(at::ScalarType format, const Work& work) {
-    with_one_of<int8_t, Int4, Number>(format, work);
-  }
-
   void attend_tile(int64_t tile, const Tile& found) {
-    if (k_scaled_) read_scales(found.k, k_dim_, k_scales_);
-    if (v_scaled_) read_scales(found.v, v_dim_, v_scales_);
     if constexpr (Products::FEW > 0)
       if (kv_.rows.count <= Products::FEW) return attend_few(tile, found);
     transpose_keys(found.k, found.seen.end - tile);
@@ -108,44 +84,29 @@ class Bf16AttentionHead : Bf16Blocks {
 
   // Computes a tile like attend_tile, without rearranging its values and keys beforehand.
   void attend_few(int64_t tile, const Tile& found) {
-    with_format(kv_.k.format, [&](auto of_k) {
-      products_.template multiply_stored_keys<decltype(of_k)>(q_, found.k, k_dim_, kv_.rows.count, s_, tiles_.queue());
-    });
+    products_.multiply_stored_keys(q_, found.k, k_dim_, kv_.rows.count, s_, tiles_.queue());
     softmax(0, tile);
     if (!kv_.all_see(found.seen) && !finite_values(found))
       return multiply_seen_values(0, tile, found.seen.end - tile, found.v);
-    with_format(kv_.v.format, [&](auto of_v) {
-      products_.template multiply_stored_values<decltype(of_v)>(p_, found.v, v_dim_, width_, kv_.rows.count, split_.values,
-                                                                tiles_.queue());
-    });
+    products_.multiply_stored_values(p_, found.v, v_dim_, width_, kv_.rows.count, split_.values, tiles_.queue());
   }
 
-  static void read_scales(const char* const* vectors, int64_t dim, float* scales) {
-    for (int64_t j = 0; j < TILE; ++j) scales[j] = scale_of(vectors[j], dim);
-  }
-
-  // Returns whether the numbers that are multiplied by the weights of a tile are finite. Integers are, and the weights
-  // of keys that are not seen are not multiplied by scales.
+  // Returns whether the values of a tile are finite.
   bool finite_values(const Tile& found) const {
-    bool finite = true;
-    with_format(kv_.v.format, [&](auto of_v) {
-      if constexpr (std::is_same_v<decltype(of_v), int8_t>) return;
-      const __m512i exponent = _mm512_set1_epi16(0x7F80);
-      __mmask32 broken = 0;
-      for (const char* value : found.v)
-        for (int64_t c = 0; c * DEPTH < v_dim_; ++c) {
-          const __m512i bits = numbers<decltype(of_v)>(value, c, v_dim_);
-          broken |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent);
-        }
-      finite = broken == 0;
-    });
-    return finite;
+    const __m512i exponent = _mm512_set1_epi16(0x7F80);
+    __mmask32 broken = 0;
+    for (const char* value : found.v)
+      for (int64_t c = 0; c * DEPTH < v_dim_; ++c) {
+        const __m512i bits = numbers(value, c, v_dim_);
+        broken |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent);
+      }
+    return broken == 0;
   }
 
   // Adds the weighted values like multiply_values, but query row by query row, with zeros in place of values that the
   // row does not see: their weight is 0, but 0 times NaN is NaN.
   void multiply_seen_values(int64_t first, int64_t tile, int64_t end, const char* const* values) {
-    alignas(64) static constexpr uint16_t ZEROS[MAX_DIM] = {};  // in every format
+    alignas(64) static constexpr uint16_t ZEROS[MAX_DIM] = {};
     float* const sums = split_.values + first * width_;
     const std::vector<float> before(sums, sums + L * width_);
     std::vector<float> after = before;
@@ -187,31 +148,27 @@ class Bf16AttentionHead : Bf16Blocks {
 
   // Transposes the keys of a tile into blocks, [TILE / 16][chunks][16 pairs of numbers][16 keys][2].
   void transpose_keys(const char* const* keys, int64_t end) {
-    with_format(kv_.k.format, [&](auto of_k) {
-      for (int64_t j = 0; j < end; j += L)
-        for (int64_t c = 0; c < chunks_; ++c) {
-          transpose_chunk<decltype(of_k)>(keys + j, c, k_dim_, k_ + (j / L * chunks_ + c) * SIZE);
-          tiles_.queue().fetch(2 * PORTION);
-        }
-    });
+    for (int64_t j = 0; j < end; j += L)
+      for (int64_t c = 0; c < chunks_; ++c) {
+        transpose_chunk(keys + j, c, k_dim_, k_ + (j / L * chunks_ + c) * SIZE);
+        tiles_.queue().fetch(2 * PORTION);
+      }
   }
 
   // Arranges values by pairs of keys, [TILE / 32][width / 16][16 pairs of keys][16 numbers][2]; of 32 numbers, the even
   // ones come first. Fills whole blocks, as values beyond the last key are multiplied, too: by weights of 0.
   void pair_values(const char* const* values, int64_t end) {
-    with_format(kv_.v.format, [&](auto of_v) {
-      const int64_t columns = width_ / L;
-      for (int64_t j = 0; j < end; j += DEPTH)
-        for (int64_t c = 0; c < columns / 2; ++c) {
-          Number* const to = v_ + (j / DEPTH * columns + 2 * c) * SIZE;
-          for (int64_t i = 0; i < L; ++i) {
-            const auto [even, odd] = pair_chunk<decltype(of_v)>(values[j + 2 * i], values[j + 2 * i + 1], c, v_dim_);
-            _mm512_store_si512(to + i * DEPTH, even);
-            _mm512_store_si512(to + SIZE + i * DEPTH, odd);
-            tiles_.queue().fetch(1);
-          }
+    const int64_t columns = width_ / L;
+    for (int64_t j = 0; j < end; j += DEPTH)
+      for (int64_t c = 0; c < columns / 2; ++c) {
+        Number* const to = v_ + (j / DEPTH * columns + 2 * c) * SIZE;
+        for (int64_t i = 0; i < L; ++i) {
+          const auto [even, odd] = pair_chunk(values[j + 2 * i], values[j + 2 * i + 1], c, v_dim_);
+          _mm512_store_si512(to + i * DEPTH, even);
+          _mm512_store_si512(to + SIZE + i * DEPTH, odd);
+          tiles_.queue().fetch(1);
         }
-    });
+      }
   }
 
   // Turns the scores of 16 query rows into softmax weights [TILE / 32][16 rows][32 keys], relative to the highest score
@@ -223,31 +180,20 @@ class Bf16AttentionHead : Bf16Blocks {
       tiles_.queue().fetch(PORTION);
       Raw x[N];
       unroll<N>([&](auto j) { x[j] = _mm512_load_ps(s_ + i * TILE + j * L); });
-      if (k_scaled_) unroll<N>([&](auto j) { x[j] = _mm512_mul_ps(x[j], _mm512_load_ps(k_scales_ + j * L)); });
       scale_scores(x, scores_);
-      __mmask16 seen[N];
-      unroll<N>([&](auto j) { seen[j] = 0xFFFF; });
-      if (!whole) mask_scores(kv_.mask.seen_by(position_[r]), tile, x, seen);
+      if (!whole) mask_scores(kv_.mask.seen_by(position_[r]), tile, x);
       split_.weigh(r, x, width_);
       float* const totals = split_.totals + r * L;
-      _mm512_store_ps(totals, store_weights(x, seen, p_ + i * DEPTH, _mm512_load_ps(totals)));
+      _mm512_store_ps(totals, store_weights(x, p_ + i * DEPTH, _mm512_load_ps(totals)));
     }
   }
 
-  // Stores the weights of a row, 32 keys in each of N / 2 blocks, rounded to bfloat16; first multiplied by the scales
-  // of values if these are int8: of those that are `seen`, as others may be NaN. Returns `sum` plus the weights without
-  // scales.
-  inline __attribute__((always_inline)) __m512 store_weights(Raw (&x)[N], const __mmask16 (&seen)[N], Number* to,
-                                                             __m512 sum) const {
-    if (v_scaled_)
-      unroll<N>([&](auto j) {
-        sum = _mm512_add_ps(sum, x[j]);
-        x[j] = _mm512_maskz_mul_ps(seen[j], x[j], _mm512_load_ps(v_scales_ + j * L));
-      });
+  // Stores the weights of a row, 32 keys in each of N / 2 blocks, rounded to bfloat16. Returns `sum` plus the weights.
+  inline __attribute__((always_inline)) __m512 store_weights(const Raw (&x)[N], Number* to, __m512 sum) const {
     const __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3F803F80));
     unroll<N / 2>([&](auto j) {
       const __m512bh weights = _mm512_cvtne2ps_pbh(x[2 * j + 1], x[2 * j]);
-      if (!v_scaled_) sum = _mm512_dpbf16_ps(sum, weights, one);
+      sum = _mm512_dpbf16_ps(sum, weights, one);
       _mm512_store_si512(to + j * SIZE, reinterpret_cast<__m512i>(weights));
     });
     return sum;
@@ -267,15 +213,13 @@ class Bf16AttentionHead : Bf16Blocks {
   const Scores scores_;
   const int64_t k_dim_, v_dim_, width_;  // width_: numbers in a row of value sums, with padding
   const int64_t chunks_;                 // number of chunks of 32 numbers in a key
-  const bool k_scaled_, v_scaled_;       // whether products with keys or values are multiplied by scales afterwards
   Tiles tiles_;
   // [rows / 16][chunks][16 rows][32]; rows after the last one are not initialised
   alignas(64) Number q_[ROWS * MAX_DIM];
   alignas(64) Number k_[TILE * MAX_DIM];
   alignas(64) Number v_[TILE * MAX_DIM];
-  alignas(64) Number p_[L * TILE];                     // weights of 16 rows
-  alignas(64) float s_[L * TILE];                      // and scores
-  alignas(64) float k_scales_[TILE], v_scales_[TILE];  // of int8 vectors
+  alignas(64) Number p_[L * TILE];  // weights of 16 rows
+  alignas(64) float s_[L * TILE];   // and scores
   SplitSums<ROWS> split_;
   int64_t position_[ROWS];
 };

@@ -121,13 +121,13 @@ template <typename T>
 AttentionKernels kernels_of([[maybe_unused]] at::ScalarType k, [[maybe_unused]] at::ScalarType v) {
   if constexpr (std::is_same_v<T, at::BFloat16>) {
 #if defined(__AMX_BF16__)
-    if (are_int_formats(k, v)) return kernels_by<IntAttentionHead<AmxIntProducts>, T>();
-    if (is_bf16_format(k) && is_bf16_format(v)) return kernels_by<Bf16AttentionHead<AmxProducts>, T>();
+    if (is_int_format(k) && is_int_format(v)) return kernels_by<IntAttentionHead<AmxIntProducts>, T>();
+    if (k == at::kBFloat16 && v == at::kBFloat16) return kernels_by<Bf16AttentionHead<AmxProducts>, T>();
 #elif defined(CPU_CAPABILITY_AVX512)
-    if (are_int_formats(k, v)) return kernels_by<IntAttentionHead<VnniIntProducts>, T>();
+    if (is_int_format(k) && is_int_format(v)) return kernels_by<IntAttentionHead<VnniIntProducts>, T>();
 #endif
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-    if (is_bf16_format(k) && is_bf16_format(v)) return kernels_by<Bf16AttentionHead<DotProducts>, T>();
+    if (k == at::kBFloat16 && v == at::kBFloat16) return kernels_by<Bf16AttentionHead<DotProducts>, T>();
 #endif
   }
   return kernels_by<AttentionHead, T>();

@@ -7,7 +7,6 @@
 #ifdef __AVX512BF16__
 
 #include "amx.h"
-#include "kv_formats.h"
 #include "matmul.h"
 
 namespace kvmux {
@@ -20,51 +19,17 @@ struct Bf16Blocks {
   static constexpr int64_t DEPTH = 2 * L;     // bfloat16 numbers of a row
   static constexpr int64_t SIZE = L * DEPTH;  // bfloat16 numbers of a block
 
-  // Loads numbers 32 c .. 32 c + 31 of a vector [dim] in the format KV; numbers beyond its end are 0. The integers of
-  // int8 are exact, and left without their scale; numbers of 4 bits are rounded.
-  template <typename KV>
+  // Loads numbers 32 c .. 32 c + 31 of a vector [dim]; numbers beyond its end are 0.
   static __m512i numbers(const char* vector, int64_t c, int64_t dim) {
-    const auto mask = static_cast<__mmask32>((int64_t{1} << std::min(DEPTH, dim - c * DEPTH)) - 1);
-    if constexpr (std::is_same_v<KV, Int4>) {
-      return int4_numbers(vector, c, dim);
-    } else if constexpr (std::is_same_v<KV, int8_t>) {
-      const __m256i bytes = _mm256_maskz_loadu_epi8(mask, vector + c * DEPTH);
-      const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
-      const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
-      return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
-    } else {
-      const char* const from = vector + c * DEPTH * sizeof(Number);
-      if ((c + 1) * DEPTH <= dim) return _mm512_loadu_si512(from);
-      return _mm512_maskz_loadu_epi16(mask, from);
-    }
-  }
-
-  // Looks up the 32 numbers in a table of what the 16 integers of half a group stand for, which is there twice, as an
-  // index has 5 bits.
-  static __m512i int4_numbers(const char* vector, int64_t c, int64_t dim) {
-    const Int4Group group(vector, dim, c / 2);
-    if (2 * group.half < GROUP) return last_int4_numbers(group, c % 2);
-    const __m512 integers =
-        _mm512_cvtepi32_ps(_mm512_setr_epi32(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
-    const __m512 values = _mm512_mul_ps(integers, _mm512_set1_ps(c % 2 ? group.second : group.first));
-    const auto table = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(values, values));
-    const __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(group.bytes)));
-    return _mm512_permutexvar_epi16(c % 2 ? _mm512_srli_epi16(words, 4) : words, table);
-  }
-
-  // Returns the first or the second 32 numbers of a group that may have fewer than 64.
-  static __m512i last_int4_numbers(const Int4Group& group, int64_t half) {
-    float numbers[GROUP] = {};
-    read_group(group, numbers);
-    const float* const from = numbers + half * DEPTH;
-    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(load(from + L), load(from)));
+    const char* const from = vector + c * DEPTH * sizeof(Number);
+    if ((c + 1) * DEPTH <= dim) return _mm512_loadu_si512(from);
+    return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((int64_t{1} << (dim - c * DEPTH)) - 1), from);
   }
 
   // Transposes chunk c of 16 keys [dim] into a block.
-  template <typename KV>
   static void transpose_chunk(const char* const* keys, int64_t c, int64_t dim, Number* to) {
     Raw block[L];
-    unroll<L>([&](auto i) { block[i] = reinterpret_cast<Raw>(numbers<KV>(keys[i], c, dim)); });
+    unroll<L>([&](auto i) { block[i] = reinterpret_cast<Raw>(numbers(keys[i], c, dim)); });
     transpose(block);
     unroll<L>([&](auto i) { Vec(block[i]).store(to + i * DEPTH); });
   }
@@ -75,10 +40,9 @@ struct Bf16Blocks {
 
   // Arranges chunk c of two values [dim] by pairs of numbers that have the same place: returns those of even places,
   // and of odd ones.
-  template <typename KV>
   static Pairs pair_chunk(const char* first, const char* second, int64_t c, int64_t dim) {
     constexpr __mmask32 ODD = 0xAAAAAAAA;
-    const __m512i a = numbers<KV>(first, c, dim), b = numbers<KV>(second, c, dim);
+    const __m512i a = numbers(first, c, dim), b = numbers(second, c, dim);
     return {_mm512_mask_blend_epi16(ODD, a, _mm512_slli_epi32(b, 16)),
             _mm512_mask_blend_epi16(ODD, _mm512_srli_epi32(a, 16), b)};
   }
@@ -138,13 +102,12 @@ class DotProducts : Bf16Blocks {
 
   // Computes scores [rows][TILE] of queries [chunks of the depth][block] and TILE keys [dim]. Multiplies each chunk
   // right after it is transposed, so that the processor does both at once.
-  template <typename KV>
   void multiply_stored_keys(const Number* q, const char* const* keys, int64_t dim, int64_t rows, float* scores,
                             PrefetchQueue& queue) const {
     alignas(64) Number blocks[COLUMNS * SIZE];
     std::fill_n(scores, rows * TILE, 0.f);
     for (int64_t c = 0; c * DEPTH < dim; ++c) {
-      for (int64_t n = 0; n < COLUMNS; ++n) transpose_chunk<KV>(keys + n * L, c, dim, blocks + n * SIZE);
+      for (int64_t n = 0; n < COLUMNS; ++n) transpose_chunk(keys + n * L, c, dim, blocks + n * SIZE);
       with_rows(rows, [&](auto R) {
         Raw sum[R][COLUMNS];
         unroll<R>([&](auto r) { load_row(scores + r * TILE, sum[r]); });
@@ -155,14 +118,13 @@ class DotProducts : Bf16Blocks {
   }
 
   // Adds to sums [rows][width] the products of weights [block] and TILE values [dim].
-  template <typename KV>
   void multiply_stored_values(const Number* weights, const char* const* values, int64_t dim, int64_t width,
                               int64_t rows, float* sums, PrefetchQueue& queue) const {
     with_rows(rows, [&](auto R) {
       constexpr int C = R < 8 ? 2 : 1;  // chunks whose sums fit into registers
       int64_t c = 0;
-      for (; (c + C) * DEPTH <= width; c += C) add_values<R, C, KV>(weights, values, c, dim, width, sums, queue);
-      for (; c * DEPTH < width; ++c) add_values<R, 1, KV>(weights, values, c, dim, width, sums, queue);
+      for (; (c + C) * DEPTH <= width; c += C) add_values<R, C>(weights, values, c, dim, width, sums, queue);
+      for (; c * DEPTH < width; ++c) add_values<R, 1>(weights, values, c, dim, width, sums, queue);
     });
   }
 
@@ -225,7 +187,7 @@ class DotProducts : Bf16Blocks {
   }
 
   // Adds the products of R rows of weights and of C chunks of values from chunk c on.
-  template <int R, int C, typename KV>
+  template <int R, int C>
   __attribute__((flatten)) static void add_values(const Number* weights, const char* const* values, int64_t c,
                                                   int64_t dim, int64_t width, float* sums, PrefetchQueue& queue) {
     float* const to = sums + c * DEPTH;
@@ -235,7 +197,7 @@ class DotProducts : Bf16Blocks {
       queue.fetch(C * FETCHED);
       __m512bh v[2 * C];
       unroll<C>([&](auto i) {
-        const auto [even, odd] = pair_chunk<KV>(values[2 * pair], values[2 * pair + 1], c + i, dim);
+        const auto [even, odd] = pair_chunk(values[2 * pair], values[2 * pair + 1], c + i, dim);
         v[2 * i] = reinterpret_cast<__m512bh>(even);
         v[2 * i + 1] = reinterpret_cast<__m512bh>(odd);
       });

@@ -41,13 +41,12 @@ inline __mmask16 part_of(Range range, int64_t at) {
   return range.empty() ? 0 : static_cast<__mmask16>(before(range.end) & ~before(range.begin));
 }
 
-// Masks (sets to -infinity) those of the scores of the keys from position `at` on that a query does not see, and sets
-// which ones it sees.
+// Masks (sets to -infinity) those of the scores of the keys from position `at` on that a query does not see.
 template <int N>
-inline void mask_scores(const SeenBy& seen_by, int64_t at, Raw (&x)[N], __mmask16 (&seen)[N]) {
+inline void mask_scores(const SeenBy& seen_by, int64_t at, Raw (&x)[N]) {
   unroll<N>([&](auto j) {
-    seen[j] = part_of(seen_by.latest, at + j * LANES) | part_of(seen_by.sinks, at + j * LANES);
-    x[j] = _mm512_mask_blend_ps(seen[j], _mm512_set1_ps(MASKED_SCORE), x[j]);
+    const __mmask16 seen = part_of(seen_by.latest, at + j * LANES) | part_of(seen_by.sinks, at + j * LANES);
+    x[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(MASKED_SCORE), x[j]);
   });
 }
 
