@@ -1,7 +1,7 @@
 // The attention of attend.h for queries in bfloat16, and for keys and values that are integers of 4 or 8 bits: scores
-// and weighted values are products of integers. Queries are rounded to integers, relative to their largest number; the
-// weights of a tile, times the scales of values, relative to the largest of their row. Those that are multiplied by
-// int8 vectors have 16 bits, and are multiplied byte by byte; for int4 vectors 8 bits do, as these are much coarser.
+// and weighted values are products of integers. Queries are rounded to integers of 16 bits, relative to their largest
+// number, which are multiplied byte by byte; the weights of a tile, times the scales of values, relative to the largest
+// of their row: to 16 bits for int8 values, and to 8 for int4 values, which are much coarser.
 //
 // Products are computed for as many numbers of a vector as have one scale: units of 32 for int4. A vector that is not
 // finite has integers that are, and a scale of NaN: a query that does not see it multiplies the scale by nothing.
@@ -30,7 +30,7 @@ class IntAttentionHead : IntBlocks {
 
   IntAttentionHead(const KVView& kv, Scores scores)
       : kv_(kv), scores_(scores), k_dim_(kv.k.dim), v_dim_(kv.v.dim), width_(padded(v_dim_)), k_chunks_(chunks(k_dim_)),
-        v_chunks_(chunks(v_dim_)), q_bytes_(kv.k.format == at::kChar ? 2 : 1), tiles_(kv_) {
+        v_chunks_(chunks(v_dim_)), tiles_(kv_) {
     for (int64_t r = 0; r < kv.rows.count; ++r) position_[r] = kv.rows.position(r);
   }
 
@@ -46,7 +46,7 @@ class IntAttentionHead : IntBlocks {
       broken |= _mm512_cmp_ps_mask(size, _mm512_set1_ps(std::numeric_limits<float>::max()), _CMP_NLE_UQ);
       most = _mm512_max_ps(most, size);
     }
-    const float largest = _mm512_reduce_max_ps(most), levels = q_bytes_ == 2 ? 127.f * 256.f : 127.f;
+    const float largest = _mm512_reduce_max_ps(most), levels = 127.f * 256.f;
     q_scales_[r] = broken ? std::numeric_limits<float>::quiet_NaN() : largest / levels;
     const float factor = broken || largest < TINY ? 0.f : levels / largest;
     if (kv_.k.format == at::kByte) part_last_group(wide, k_dim_);
@@ -80,11 +80,13 @@ class IntAttentionHead : IntBlocks {
   using Tiles = KVTileReader<TILE, L>;
   using Tile = Tiles::Tile;
 
+  static constexpr int QUERY_BYTES = 2;  // of an integer
+
   // How vectors in the format KV are multiplied.
   template <typename KV>
   struct Multiplied {
     static constexpr bool IS_INT8 = std::is_same_v<KV, int8_t>;
-    static constexpr int BYTES = IS_INT8 ? 2 : 1;  // of an integer by which theirs are multiplied
+    static constexpr int WEIGHT_BYTES = IS_INT8 ? 2 : 1;  // of an integer
     static constexpr int STEPS = IS_INT8 ? 2 : 1;  // units of a key with one scale
     // Returns the number of scales of a vector of some chunks that are read.
     static int64_t scales(int64_t chunks) { return IS_INT8 ? 1 : 2 * chunks; }
@@ -130,7 +132,7 @@ class IntAttentionHead : IntBlocks {
       q_sums_[r][2 * c + u] = key_shift(kv_.k.format) * sum;
     });
     if (kv_.k.format == at::kChar) q_sums_[r][c] = q_sums_[r][2 * c] + q_sums_[r][2 * c + 1];
-    for (int64_t byte = q_bytes_ - 1; byte >= 0; --byte)  // the lowest first
+    for (int64_t byte = QUERY_BYTES - 1; byte >= 0; --byte)  // the lowest first
       unroll<N>([&](auto i) {
         auto* const to = query_block(byte, r / L * L, c) + r % L * DEPTH + i * L;
         _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(rest[i]));
@@ -224,7 +226,7 @@ class IntAttentionHead : IntBlocks {
     for (int64_t u = 0; u < 2 * k_chunks_ / How::STEPS; ++u) {
       const int64_t c = u * How::STEPS / 2, unit = u * How::STEPS % 2;
       const float* const scales = k_scales_.of[How::IS_INT8 ? 0 : u];
-      products_.template multiply<true, How::BYTES, How::STEPS, 4>(
+      products_.template multiply<true, QUERY_BYTES, How::STEPS, 4>(
           query_block(0, first, c) + unit * UNIT, query_stride(), k_ + c * RIGHT + unit * (UNIT / 4) * DEPTH, count,
           [&](int64_t i, int64_t j, __m512i sums) {
             float* const to = s_ + i * TILE + j * L;
@@ -253,7 +255,7 @@ class IntAttentionHead : IntBlocks {
     __m512 sum = _mm512_load_ps(split_.totals + r * L);
     unroll<N>([&](auto j) { sum = _mm512_add_ps(sum, x[j]); });
     _mm512_store_ps(split_.totals + r * L, sum);
-    for (int64_t u = 0; u < Multiplied<V>::scales(v_chunks_); ++u) store_weights<Multiplied<V>::BYTES>(x, seen, r % L, u);
+    for (int64_t u = 0; u < Multiplied<V>::scales(v_chunks_); ++u) store_weights<Multiplied<V>::WEIGHT_BYTES>(x, seen, r % L, u);
   }
 
   // Stores the weights of a row, times the scales of unit u of those values that it sees, as integers relative to the
@@ -287,7 +289,7 @@ class IntAttentionHead : IntBlocks {
     constexpr int PARTS = Multiplied<KV>::IS_INT8 ? 4 : 2;  // of a right block, with the same weights
     for (int64_t part = 0; part < 4 * v_chunks_; part += PARTS) {
       const int64_t u = Multiplied<KV>::IS_INT8 ? 0 : part / PARTS;
-      products_.template multiply<false, Multiplied<KV>::BYTES, 2, PARTS>(
+      products_.template multiply<false, Multiplied<KV>::WEIGHT_BYTES, 2, PARTS>(
           w_ + u * LEFT, LEFT, v_ + part * PART, count, [&](int64_t i, int64_t n, __m512i sums) {
             float* const to = split_.values + (first + i) * width_ + (part + n) * L;
             const __m512 scale = _mm512_set1_ps(w_scales_[u][i]);
@@ -309,10 +311,9 @@ class IntAttentionHead : IntBlocks {
   const Scores scores_;
   const int64_t k_dim_, v_dim_, width_;  // width_: numbers in a row of value sums, with padding
   const int64_t k_chunks_, v_chunks_;    // of 64 numbers
-  const int64_t q_bytes_;                // of an integer of a query
   Tiles tiles_;
   // The highest bytes of queries first: [bytes][rows / 16][chunks][left block].
-  alignas(64) uint8_t q_[2 * ROWS * MAX_DIM];
+  alignas(64) uint8_t q_[QUERY_BYTES * ROWS * MAX_DIM];
   alignas(64) uint8_t k_[MAX_CHUNKS * RIGHT], v_[MAX_CHUNKS * RIGHT];
   alignas(64) uint8_t w_[MAX_UNITS * LEFT];  // weights of 16 rows: their bytes if there are two, else by unit
   alignas(64) float s_[L * TILE];  // scores of 16 rows
