@@ -28,7 +28,7 @@ from server.evaluation.documents import Document
 from server.evaluation.flags import EvaluateOptions
 from server.evaluation.plot import check_plot, save_plot
 from server.evaluation.report import EvaluationReport, StrategyResult, as_json, as_table
-from server.evaluation.suites.command import QUICK_LENGTH, run_suites
+from server.evaluation.suites.command import QUICK_LENGTH, make_runner, run_suites
 from server.models.files.directory import resolve_model_settings
 from server.models.load import read_model_info
 from server.text.tokenizer import Tokenizer
@@ -56,10 +56,11 @@ def run(flags: dict[str, Any]) -> int:
     check_files(options)
     engine, names = start_engine(pop_settings_file(flags), flags, options)
     try:
+        runner = make_runner(engine, names, options) if options.has_suites else None
         report = evaluate(engine, names, options)
-        if options.has_suites:
+        if runner is not None:
             with make_progress_bar() as bars:
-                report = replace(report, suites=run_suites(engine, names, options, bars))
+                report = replace(report, suites=run_suites(runner, options, engine.max_seq_len, bars))
     except StrategyError as error:
         raise SettingsError(str(error)) from error
     unsaved = write_outputs(report, options)

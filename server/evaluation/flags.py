@@ -86,7 +86,7 @@ class EvaluateOptions:
     suite: Sequence[str] = flag(
         (),
         Kind("NAME"),
-        "suite or task to run, besides the texts: ruler, scbench, tool_calls, all or a task; may be given several times",
+        "suite to run besides the texts: ruler, scbench, tool_calls or all, or one task; may be given several times",
         action="append",
     )
     quick: bool = flag(

@@ -70,6 +70,8 @@ def as_table(report: EvaluationReport) -> str:
         "perplexity",
         "top-1",
         "KL",
+        "KL median",
+        "KL 99 %",
         "records: top-1",
         "records: KL",
         *(f"recall {s}" for s in report.distance_ranges),
@@ -79,7 +81,9 @@ def as_table(report: EvaluationReport) -> str:
             r.name,
             f"{r.kv_bytes / 1024:,.0f} KiB",
             f"{r.text.perplexity:.3f}",
-            *(cell for f in (r.text, r.records) for cell in _format_fidelity(f)),
+            *_format_fidelity(r.text),
+            *(_format_nats(r.text.kl_quantile(share)) for share in (0.5, 0.99)),
+            *_format_fidelity(r.records),
             *(_format_share(*r.records.recall(*span)) for span in report.distance_ranges),
         ]
         for r in report.results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from operator import eq
 from random import Random
 
 from server.evaluation.suites.task import SuiteTask, TaskSample, Turn
@@ -41,7 +42,7 @@ def _draw_steps(rng: Random, count: int) -> tuple[str, list[str], list[str]]:
 def score_steps(answer: str, right: Sequence[str]) -> float:
     """Return the share of steps that have the right result at their place."""
     results = re.findall(r"=\s*(-?\d+)", answer)
-    return sum(given == wanted for given, wanted in zip(results, right, strict=False)) / len(right)
+    return [*map(eq, results, right)].count(True) / len(right)
 
 
 ARITHMETIC = SuiteTask("arithmetic", draw_sums, score_steps, least=8, most=40)

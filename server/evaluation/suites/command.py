@@ -18,25 +18,33 @@ QUICK_LENGTH = 1024  # tokens
 DEFAULT_SEED = "0"
 
 
-def run_suites(engine: Engine, names: Sequence[str], options: EvaluateOptions, bars: Progress) -> SuiteReport:
-    """Run the suites that the options name under these strategies, of which the first is exact.
+def make_runner(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> SuiteRunner:
+    """Return the runner of the suites that the options name, under these strategies, of which the first is exact.
 
-    Raises SettingsError if a task does not fit `--length`, before the first one runs.
+    Raises SettingsError for unknown suites, and if a task does not fit --length.
     """
-    tasks = select_tasks(options.suite or ["quick"])
-    samples = options.samples or (QUICK_SAMPLES if options.quick else DEFAULT_SAMPLES)
-    seed = DEFAULT_SEED if options.seed is None else options.seed
-    started = time.monotonic()
-    runner = SuiteRunner(engine, names, seed=seed, query_aware=options.query_aware)
-    bar = bars.add_task("samples", total=len(tasks) * samples)
-    scores = runner.run(tasks, samples, lambda name: bars.update(bar, advance=1, description=f"samples of {name}"))
-    return SuiteReport(
+    return SuiteRunner(
+        engine,
         names,
+        select_tasks(options.suite or ["quick"]),
+        samples=options.samples or (QUICK_SAMPLES if options.quick else DEFAULT_SAMPLES),
+        seed=DEFAULT_SEED if options.seed is None else options.seed,
+        query_aware=options.query_aware,
+    )
+
+
+def run_suites(runner: SuiteRunner, options: EvaluateOptions, length: int, bars: Progress) -> SuiteReport:
+    """Run all samples, and return what has been measured, also after Ctrl-C. Raises SettingsError on failure."""
+    started = time.monotonic()
+    bar = bars.add_task("samples", total=len(runner.tasks) * runner.samples)
+    scores = runner.run(lambda name: bars.update(bar, advance=1, description=f"samples of {name}"))
+    return SuiteReport(
+        runner.names,
         [each for each in scores if each.count],
-        engine.max_seq_len,
+        length,
         options.margin / 100,
         options.query_aware,
-        seed,
+        runner.seed,
         time.monotonic() - started,
-        samples,
+        runner.samples,
     )

@@ -37,7 +37,9 @@ class PairedComparison(NamedTuple):
 
     difference: Estimate
     decision: Decision
-    samples_needed: int | None = None  # if it is not decided, about how many would decide it; None: more than any number
+    samples_needed: int | None = (
+        None  # if it is not decided, about how many would decide it; None: more than any number
+    )
 
 
 def compare_pairs(exact: Sequence[float], other: Sequence[float], margin: float) -> PairedComparison:

@@ -1,8 +1,8 @@
 """Samples become prompts as token ids, by the model's chat template if it has one, of at most a given length.
 
-Question and context are apart: without `query_aware`, the context ends at a multiple of `grid`, which is where strategies
-such as `compressed` drop keys, so that they choose before they see a question; with it, the question ends there. Line
-feeds before the question fill the gap. Knows neither strategies nor the engine.
+Question and context are apart: without `query_aware`, the context ends at a multiple of `grid`, which is where
+strategies such as `compressed` drop keys, so that they choose before they see a question; with it, the question ends
+there. Line feeds before the question fill the gap. Knows neither strategies nor the engine.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ class PromptWriter:
                 {"role": "user", "content": following.question.strip()},
             ]
         is_chat = sample.is_chat and self._encoder.chat_template.source is not None
-        text = self._render(messages, sample.tools) if is_chat else _write_plain(messages, has_roles=bool(sample.earlier))
+        text = (
+            self._render(messages, sample.tools) if is_chat else _write_plain(messages, has_roles=bool(sample.earlier))
+        )
         lead = turn.lead if is_chat or not turn.lead else f" {turn.lead}"
         context, _, question = (text + lead).partition(MARK)
         begin = [] if is_chat else self._encoder.outer_tokens[0]

@@ -13,9 +13,7 @@ from server.evaluation.suites.scbench import SCBENCH
 from server.evaluation.suites.task import SuiteTask
 from server.evaluation.suites.tool_calls import TOOL_CALLS
 
-TASKS: Mapping[str, SuiteTask] = {
-    task.name: task for task in (*RULER, *SCBENCH, *TOOL_CALLS, ARITHMETIC, COMPLETION)
-}
+TASKS: Mapping[str, SuiteTask] = {task.name: task for task in (*RULER, *SCBENCH, *TOOL_CALLS, ARITHMETIC, COMPLETION)}
 SUITES: Mapping[str, Sequence[str]] = {
     "all": list(TASKS),
     "ruler": [task.name for task in RULER],

@@ -58,8 +58,8 @@ def format_suites(report: SuiteReport) -> str:
     table = format_table(["task"], ["samples", "tokens", exact, *others], rows)
     seen = "before" if report.query_aware else "after"
     explained = (
-        f"Mean scores; in brackets the difference to {exact} in points, with its interval of {CONFIDENCE:.0%}. The same: "
-        f"worse by at most {100 * report.margin:g} points. Questions come {seen} keys are dropped at the context's end. "
+        f"Mean scores; in brackets the interval of {CONFIDENCE:.0%} of the difference to {exact}, in points. The same: "
+        f"worse by at most {100 * report.margin:g} points. Questions come {seen} the place where keys are dropped. "
         f"Seed {report.seed}, {report.seconds / 60:.1f} minutes."
     )
     return "\n".join([table, "", explained, *(_summarize(report, name) for name in others)])

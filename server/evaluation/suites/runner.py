@@ -17,9 +17,9 @@ from server.api.openai.tools.message_format import MessageFormat
 from server.engine.build import Engine
 from server.evaluation.suites.prompts import PromptWriter, SuitePrompt
 from server.evaluation.suites.task import SuiteTask, TaskSample
-from server.grammar.matcher import GrammarError
 from server.llm import LLM, GenerationError, TokenStream
 from server.text.encoder import Encoder
+from server.text.errors import GrammarError
 from server.text.processes.messages import ChatDefaults
 
 
@@ -40,33 +40,44 @@ class TaskScores:
 class SuiteRunner:
     """Runs samples of tasks under strategies, of which the first is exact."""
 
-    def __init__(self, engine: Engine, names: Sequence[str], *, seed: str, query_aware: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        names: Sequence[str],
+        tasks: Sequence[SuiteTask],
+        *,
+        samples: int,
+        seed: str,
+        query_aware: bool,
+    ) -> None:
+        """Prepare the tasks. Raises SettingsError if the samples of some do not fit."""
         settings = engine.settings
-        self.names, self._seed = names, seed
+        self.names, self.tasks, self.samples, self.seed = names, tasks, samples, seed
         self._llm = LLM.from_engine(engine)
         defaults = ChatDefaults(default_chat_template_kwargs=settings.default_chat_template_kwargs)
         encoder = Encoder.from_directory(engine.model_dir, defaults)
-        self.writer = PromptWriter(
+        self._writer = PromptWriter(
             encoder,
             MessageFormat.choose(encoder.vocabulary, settings.tool_call_parser, settings.reasoning_parser),
             length=engine.max_seq_len,
             grid=find_grid([each for each in engine.instances if each.name in names], engine.max_seq_len),
             query_aware=query_aware,
         )
+        if needed := self._writer.find_too_long(tasks, seed, samples):
+            listed = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in needed.items())
+            raise SettingsError(
+                f"--length: too short for {listed}: make it {max(needed.values()):,}, or choose other tasks by --suite"
+            )
 
-    def run(
-        self, tasks: Sequence[SuiteTask], samples: int, on_sample: Callable[[str], object] = lambda name: None
-    ) -> list[TaskScores]:
+    def run(self, on_sample: Callable[[str], object] = lambda name: None) -> list[TaskScores]:
         """Return the scores of the tasks; after Ctrl-C those that there are.
 
-        `on_sample` is called with the task's name after each sample. Raises SettingsError before the first one if the
-        samples of some tasks do not fit, and if a strategy fails.
+        `on_sample` is called with the task's name after each sample. Raises SettingsError if a strategy fails.
         """
-        self._check_lengths(tasks, samples)
-        scores = [TaskScores(task, {name: [] for name in self.names}) for task in tasks]
-        sizes = {task.name: self.writer.find_size(task, self._seed) for task in tasks}
+        scores = [TaskScores(task, {name: [] for name in self.names}) for task in self.tasks]
         try:
-            for number in range(samples):  # by turns, so that an end before the last sample ends all tasks alike
+            sizes = {task.name: self._writer.find_size(task, self.seed) for task in self.tasks}
+            for number in range(self.samples):  # by turns, so that an end before the last sample ends all tasks alike
                 for each in scores:
                     self._run_sample(each, number, sizes[each.task.name])
                     on_sample(each.task.name)
@@ -76,18 +87,11 @@ class SuiteRunner:
             raise SettingsError(f"--suite: {error}") from error
         return scores
 
-    def _check_lengths(self, tasks: Sequence[SuiteTask], samples: int) -> None:
-        if needed := self.writer.find_too_long(tasks, self._seed, samples):
-            listed = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in needed.items())
-            raise SettingsError(
-                f"--length: too short for {listed}: make it {max(needed.values()):,}, or choose other tasks by --suite"
-            )
-
     def _run_sample(self, scores: TaskScores, number: int, size: int) -> None:
         """Add the scores of a sample under each strategy, or none if it is interrupted."""
         task = scores.task
-        sample = self.writer.draw_fitting(task, self._seed, number, size)
-        prompts = self.writer.write(sample, task.asking)
+        sample = self._writer.draw_fitting(task, self.seed, number, size)
+        prompts = self._writer.write(sample, task.asking)
         answers = [self._ask(sample, prompt) for prompt in prompts]
         found = {
             name: fmean(
@@ -101,7 +105,7 @@ class SuiteRunner:
 
     def _ask(self, sample: TaskSample, prompt: SuitePrompt) -> dict[str, str]:
         """Return each strategy's answer to a prompt."""
-        grammar = self.writer.make_grammar(sample, prompt)
+        grammar = self._writer.make_grammar(sample, prompt)
         streams: dict[str, TokenStream] = {}
         try:
             for name in self.names:
@@ -117,7 +121,7 @@ class SuiteRunner:
             for stream in streams.values():
                 stream.close()
         return {
-            name: self.writer.read_answer(sample, prompt, each.token_ids, each.text)
+            name: self._writer.read_answer(sample, prompt, each.token_ids, each.text)
             for name, each in completions.items()
         }
 
@@ -132,9 +136,7 @@ def find_grid(instances: Sequence[DeclaredInstance], length: int) -> int:
     if 2 * grid > length:
         listed = ", ".join(f"{name} ({tokens:,})" for name, tokens in every.items() if tokens > 1)
         raise SettingsError(
-            f"--length: should be at least {2 * grid:,}, as contexts end where all strategies drop keys: every {grid:,} "
-            f"tokens, a multiple of the `every` of {listed}"
+            f"--length: should be at least {2 * grid:,}, as contexts end where all strategies drop keys: every "
+            f"{grid:,} tokens, a multiple of the `every` of {listed}"
         )
     return grid
-
-

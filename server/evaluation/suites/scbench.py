@@ -2,9 +2,9 @@
 
 After Li et al., "SCBench: A KV Cache-Centric Analysis of Long-Context Methods" (arXiv:2412.10319), and
 https://github.com/microsoft/MInference/tree/main/scbench (MIT): Retr.KV, Retr.Prefix-Suffix, Retr.MultiHop and
-Math.Find, with its scores; the code is our own. SCBench's contexts are files of about 100,000 tokens, and only Retr.KV's
-prompt is in its code; ours are drawn anew for any length, and the wording of the other prompts is ours. As there,
-a later turn of a conversation follows the right answers to the earlier ones. `scbench_X` asks in turns,
+Math.Find, with its scores; the code is our own. SCBench's contexts are files of about 100,000 tokens, and of prompts
+only Retr.KV's is in its code; ours are drawn anew for any length, and the wording of the other prompts is ours. As
+there, a later turn of a conversation follows the right answers to the earlier ones. `scbench_X` asks in turns,
 `scbench_X_requests` in requests that share the context.
 """
 

@@ -81,7 +81,9 @@ TOOLS: Sequence[Mapping[str, Any]] = [
 
 def draw_conversation(rng: Random, size: int, length: int, *, depth: int) -> TaskSample:
     """Return a conversation of `size` exchanges with a fact at a depth, and the request for the call that needs it."""
-    (errand, name), example, *others = rng.sample([(each, name) for each in ERRANDS for name in NAMES], len(ERRANDS) * 8)
+    (errand, name), example, *others = rng.sample(
+        [(each, name) for each in ERRANDS for name in NAMES], len(ERRANDS) * 8
+    )
     value = draw_number(rng)
     exchanges = [_chat(rng) if i % 4 else _state(*rng.choice(others), draw_number(rng)) for i in range(size)]
     exchanges.insert(round(size * depth / 100), _state(errand, name, value))
@@ -140,15 +142,15 @@ def _write_calls(message: Message) -> dict[str, Any]:
 
 
 def score_call(answer: str, right: Sequence[str]) -> float:
-    """Return 1 if the first JSON object of the answer is the right call, with equal arguments; otherwise 0."""
-    start = max(answer.find("{"), 0)
+    """Return 1 if the first JSON object of the answer, or of JSON_LEAD with it, is the right call; otherwise 0."""
+    text = answer if "{" in answer.partition('"')[0] else JSON_LEAD + answer
     try:
-        call, _ = json.JSONDecoder().raw_decode(answer, start)
+        call, _ = json.JSONDecoder().raw_decode(text, text.index("{"))
     except ValueError:
         return 0.0
     return float(call == json.loads(right[0]))
 
 
 TOOL_CALLS = tuple(
-    SuiteTask(f"tool_calls_{depth}", partial(draw_conversation, depth=depth), score_call, least=8) for depth in DEPTHS
+    SuiteTask(f"tool_calls_{depth}", partial(draw_conversation, depth=depth), score_call, least=4) for depth in DEPTHS
 )

@@ -1,7 +1,8 @@
-"""English words for generated texts: those of the stories that come with kvmux."""
+"""English words for generated texts: those of the stories that come with kvmux, which may be names in Python."""
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -12,9 +13,10 @@ from server.evaluation.texts import TextKind, read_texts
 
 @cache
 def list_words() -> Sequence[str]:
-    """Return some thousand different words of four to nine letters."""
-    texts = ("".join(piece.text for piece in text) for kind in TextKind for text in read_texts(kind))
-    return sorted({word for text in texts for word in re.findall(r"\b[a-z]{4,9}\b", text)})
+    """Return some hundred different words of four to nine letters; a few are made up."""
+    texts = ("".join(piece.text for piece in text) for text in read_texts(TextKind.STORY))
+    words = {word for text in texts for word in re.findall(r"\b[a-z]{4,9}\b", text)}
+    return sorted(word for word in words if not keyword.iskeyword(word))
 
 
 def draw_words(rng: Random, count: int) -> list[str]:
