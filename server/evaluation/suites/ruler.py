@@ -163,25 +163,13 @@ def draw_frequent_words(rng: Random, size: int, length: int) -> TaskSample:
     return TaskSample(context, [Turn(question, list(coded)[1 : NUM_FREQUENT + 1], lead)], max_tokens=50)
 
 
+_NEEDLES = {
+    "niah_single_1": partial(draw_needle, key=draw_pair, value=draw_number, kind="number", amid_needles=False),
+    "niah_multikey_2": partial(draw_needle, key=draw_pair, value=draw_number, kind="number", amid_needles=True),
+    "niah_multikey_3": partial(draw_needle, key=draw_uuid, value=draw_uuid, kind="uuid", amid_needles=True),
+}
 RULER = (
-    SuiteTask(
-        "niah_single_1",
-        partial(draw_needle, key=draw_pair, value=draw_number, kind="number", amid_needles=False),
-        match_all,
-        least=5,
-    ),
-    SuiteTask(
-        "niah_multikey_2",
-        partial(draw_needle, key=draw_pair, value=draw_number, kind="number", amid_needles=True),
-        match_all,
-        least=5,
-    ),
-    SuiteTask(
-        "niah_multikey_3",
-        partial(draw_needle, key=draw_uuid, value=draw_uuid, kind="uuid", amid_needles=True),
-        match_all,
-        least=5,
-    ),
+    *(SuiteTask(name, draw, match_all, least=5) for name, draw in _NEEDLES.items()),
     SuiteTask("vt", draw_tracking, match_all, least=5),
     SuiteTask("cwe", draw_common_words, match_all, least=NUM_COMMON + 5),
     SuiteTask("fwe", draw_frequent_words, match_all, least=150),

@@ -22,51 +22,34 @@ JSON_LEAD = '{"name": "'  # begins a call of a model without a template for tool
 
 
 class Errand(NamedTuple):
-    """A tool with one argument, how the user states that argument's value, and how the user asks for the call."""
+    """A tool with one argument, the thing whose number that is, and how the user asks for the call."""
 
     tool: str
-    description: str
     argument: str
-    fact: str
+    thing: str
     request: str
+
+    def state(self, name: str, number: str) -> str:
+        """Return the sentence that states the argument's value."""
+        return f"{self.thing.capitalize().format(name)} has the {self.argument.replace('_', ' ')} {number}."
+
+    def ask(self, name: str) -> str:
+        """Return the sentence that asks for the call."""
+        return self.request.format(self.thing.format(name))
 
 
 ERRANDS = (
-    Errand(
-        "track_parcel",
-        "Return where a parcel is.",
-        "parcel_number",
-        "The parcel for {name} has the number {value}.",
-        "Where is the parcel for {name}?",
-    ),
-    Errand(
-        "pay_invoice",
-        "Pay an invoice.",
-        "invoice_number",
-        "The invoice from {name} has the number {value}.",
-        "Pay the invoice from {name}.",
-    ),
-    Errand(
-        "cancel_booking",
-        "Cancel a booking.",
-        "booking_code",
-        "The booking of {name} has the code {value}.",
-        "Cancel the booking of {name}.",
-    ),
-    Errand(
-        "open_ticket",
-        "Show a support ticket.",
-        "ticket_id",
-        "The support ticket of {name} has the id {value}.",
-        "Show me the support ticket of {name}.",
-    ),
+    Errand("track_parcel", "parcel_number", "the parcel for {}", "Where is {}?"),
+    Errand("pay_invoice", "invoice_number", "the invoice from {}", "Pay {}."),
+    Errand("cancel_booking", "booking_code", "the booking of {}", "Cancel {}."),
+    Errand("open_ticket", "ticket_id", "the support ticket of {}", "Show me {}."),
 )
 TOOLS: Sequence[Mapping[str, Any]] = [
     {
         "type": "function",
         "function": {
             "name": each.tool,
-            "description": each.description,
+            "description": f"{each.tool.replace('_', ' ').capitalize()}.",
             "parameters": {
                 "type": "object",
                 "properties": {each.argument: {"type": "string"}},
@@ -81,21 +64,20 @@ TOOLS: Sequence[Mapping[str, Any]] = [
 
 def draw_conversation(rng: Random, size: int, length: int, *, depth: int) -> TaskSample:
     """Return a conversation of `size` exchanges with a fact at a depth, and the request for the call that needs it."""
-    (errand, name), example, *others = rng.sample(
-        [(each, name) for each in ERRANDS for name in NAMES], len(ERRANDS) * 8
-    )
+    known = [(each, name) for each in ERRANDS for name in NAMES]
+    (errand, name), example, *others = rng.sample(known, len(known))
     value = draw_number(rng)
     exchanges = [_chat(rng) if i % 4 else _state(*rng.choice(others), draw_number(rng)) for i in range(size)]
     exchanges.insert(round(size * depth / 100), _state(errand, name, value))
     earlier = [*_call(*example, draw_number(rng)), *(message for exchange in exchanges for message in exchange)]
     right = json.dumps({"name": errand.tool, "arguments": {errand.argument: value}})
-    return TaskSample("", [Turn(errand.request.format(name=name), [right])], 64, earlier, TOOLS)
+    return TaskSample("", [Turn(errand.ask(name), [right])], 64, earlier, TOOLS)
 
 
 def _state(errand: Errand, name: str, value: str) -> list[Message]:
     """Return an exchange in which the user states a value."""
     return [
-        {"role": "user", "content": f"{errand.fact.format(name=name, value=value)} Keep it in mind for later."},
+        {"role": "user", "content": f"{errand.state(name, value)} Keep it in mind for later."},
         {"role": "assistant", "content": "I have noted it."},
     ]
 
@@ -111,14 +93,10 @@ def _chat(rng: Random) -> list[Message]:
 
 def _call(errand: Errand, name: str, value: str) -> list[Message]:
     """Return an exchange in which the user states a value and asks for a call, which is made."""
-    call = {
-        "id": "call00001",
-        "type": "function",
-        "function": {"name": errand.tool, "arguments": {errand.argument: value}},
-    }
-    asked = f"{errand.fact.format(name=name, value=value)} {errand.request.format(name=name)}"
+    function = {"name": errand.tool, "arguments": {errand.argument: value}}
+    call = {"id": "call00001", "type": "function", "function": function}
     return [
-        {"role": "user", "content": asked},
+        {"role": "user", "content": f"{errand.state(name, value)} {errand.ask(name)}"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "name": errand.tool, "content": '{"status": "done"}'},
         {"role": "assistant", "content": "It is done."},
@@ -152,5 +130,5 @@ def score_call(answer: str, right: Sequence[str]) -> float:
 
 
 TOOL_CALLS = tuple(
-    SuiteTask(f"tool_calls_{depth}", partial(draw_conversation, depth=depth), score_call, least=4) for depth in DEPTHS
+    SuiteTask(f"tool_calls_{depth}", partial(draw_conversation, depth=depth), score_call, least=2) for depth in DEPTHS
 )

@@ -101,20 +101,16 @@ def solve_completion(context: str, question: str) -> list[str]:
     return [str(constants[name])]
 
 
+TOOLS = {"parcel": "track_parcel", "invoice": "pay_invoice", "booking": "cancel_booking", "ticket": "open_ticket"}
+
+
 def solve_call(context: str, question: str) -> list[str]:
     """Return the call that a request needs, by the sentence with the same name and thing."""
-    tools = {"parcel": "track_parcel", "invoice": "pay_invoice", "booking": "cancel_booking", "ticket": "open_ticket"}
-    arguments = {
-        "parcel": "parcel_number",
-        "invoice": "invoice_number",
-        "booking": "booking_code",
-        "ticket": "ticket_id",
-    }
     found = re.search(r"(parcel|invoice|booking|ticket) \w+ (\w+)[.?]", question)
     assert found is not None
     thing, name = found.groups()
-    values = re.findall(rf"{thing} \w+ {name} has the \w+ (\d+)\. Keep it in mind", context)
-    return [json.dumps({"name": tools[thing], "arguments": {arguments[thing]: value}}) for value in values]
+    told = re.findall(rf"{thing} \w+ {name} has the (\w+ \w+) (\d+)\. Keep it in mind", context)
+    return [json.dumps({"name": TOOLS[thing], "arguments": {what.replace(" ", "_"): value}}) for what, value in told]
 
 
 SOLVERS: Mapping[str, Callable[[str, str], Sequence[str]]] = {

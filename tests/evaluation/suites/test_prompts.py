@@ -136,7 +136,7 @@ def test_a_model_without_tools_answers_with_json() -> None:
     assert not writer.writes_calls
     assert writer.make_grammar(sample, prompt) is None
     text = decode(prompt.ids)
-    assert text.count('"description": "Pay an invoice."') == 1
+    assert text.count('"description": "Pay invoice."') == 1
     assert text.endswith(f'\n{prompt.turn.question}\n\nAssistant: {{"name": "')
     rest = prompt.turn.answers[0].removeprefix(prompt.turn.lead)
     assert TASKS["tool_calls_10"].score(writer.read_answer(sample, prompt, [], rest), prompt.turn.answers) == 1
