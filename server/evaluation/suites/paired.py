@@ -23,7 +23,7 @@ LEAST_EXACT = 0.8  # a task that exact caching solves less well decides nothing
 MAX_SAMPLES = 100_000  # more samples than these are not named
 
 
-class Decision(StrEnum):
+class SuiteVerdict(StrEnum):
     """What a comparison says about a strategy beside exact caching."""
 
     SAME = "same"  # worse by at most the margin, if at all
@@ -36,7 +36,7 @@ class PairedComparison(NamedTuple):
     """The difference of a strategy's mean score to the exact one, with its interval, and what follows."""
 
     difference: Estimate
-    decision: Decision
+    verdict: SuiteVerdict
     samples_needed: int | None = (
         None  # if it is not decided, about how many would decide it; None: more than any number
     )
@@ -48,11 +48,11 @@ def compare_pairs(exact: Sequence[float], other: Sequence[float], margin: float)
     mean, square = fmean(differences), fmean(each * each for each in differences)
     estimate = estimate_difference(len(differences), mean, square)
     if fmean(exact) < LEAST_EXACT:
-        return PairedComparison(estimate, Decision.TOO_HARD)
-    decision = decide(estimate, margin)
-    if decision is not Decision.NOT_DECIDED:
-        return PairedComparison(estimate, decision)
-    return PairedComparison(estimate, decision, count_needed(len(differences), mean, square, margin))
+        return PairedComparison(estimate, SuiteVerdict.TOO_HARD)
+    verdict = decide(estimate, margin)
+    if verdict is not SuiteVerdict.NOT_DECIDED:
+        return PairedComparison(estimate, verdict)
+    return PairedComparison(estimate, verdict, count_needed(len(differences), mean, square, margin))
 
 
 def estimate_difference(count: int, mean: float, square: float, confidence: float = CONFIDENCE) -> Estimate:
@@ -64,18 +64,18 @@ def estimate_difference(count: int, mean: float, square: float, confidence: floa
     return Estimate(mean, max(-1.0, center - reach), min(1.0, center + reach))
 
 
-def decide(difference: Estimate, margin: float) -> Decision:
+def decide(difference: Estimate, margin: float) -> SuiteVerdict:
     """Return on which side of the margin an interval lies."""
     if difference.low >= -margin:
-        return Decision.SAME
-    return Decision.WORSE if difference.high < -margin else Decision.NOT_DECIDED
+        return SuiteVerdict.SAME
+    return SuiteVerdict.WORSE if difference.high < -margin else SuiteVerdict.NOT_DECIDED
 
 
 def count_needed(count: int, mean: float, square: float, margin: float) -> int | None:
     """Return about how many samples decide, if further ones are like these; None if it would take too many."""
 
     def decides(samples: int) -> bool:
-        return decide(estimate_difference(samples, mean, square), margin) is not Decision.NOT_DECIDED
+        return decide(estimate_difference(samples, mean, square), margin) is not SuiteVerdict.NOT_DECIDED
 
     low, high = count, 2 * count
     while not decides(high):

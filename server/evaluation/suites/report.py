@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from config.tables import format_table
-from server.evaluation.suites.paired import CONFIDENCE, Decision, PairedComparison, compare_pairs
+from server.evaluation.suites.paired import CONFIDENCE, PairedComparison, SuiteVerdict, compare_pairs
 from server.evaluation.suites.runner import TaskScores
 
 
@@ -66,17 +66,17 @@ def format_suites(report: SuiteReport) -> str:
 
 
 def _format_cell(score: float, comparison: PairedComparison) -> str:
-    if comparison.decision is Decision.TOO_HARD:
-        return f"{score:.0%} {comparison.decision}"
+    if comparison.verdict is SuiteVerdict.TOO_HARD:
+        return f"{score:.0%} {comparison.verdict}"
     low, high = (100 * end for end in (comparison.difference.low, comparison.difference.high))
     needed = f", {comparison.samples_needed:,} samples may" if comparison.samples_needed else ""
-    return f"{score:.0%} [{low:+.0f} to {high:+.0f}] {comparison.decision}{needed}"
+    return f"{score:.0%} [{low:+.0f} to {high:+.0f}] {comparison.verdict}{needed}"
 
 
 def _summarize(report: SuiteReport, name: str) -> str:
-    """Return how many tasks have each decision for a strategy."""
-    counts = Counter(by_name[name].decision for by_name in report.comparisons.values())
-    listed = ", ".join(f"{counts[decision]} {decision}" for decision in Decision if counts[decision])
+    """Return how many tasks have each verdict for a strategy."""
+    counts = Counter(by_name[name].verdict for by_name in report.comparisons.values())
+    listed = ", ".join(f"{counts[verdict]} {verdict}" for verdict in SuiteVerdict if counts[verdict])
     return f"{name}, tasks: {listed}"
 
 
@@ -99,7 +99,7 @@ def suites_to_json(report: SuiteReport) -> dict[str, Any]:
                 "scores": dict(each.by_strategy),
                 "comparisons": {
                     name: {
-                        "decision": comparison.decision,
+                        "verdict": comparison.verdict,
                         "difference": comparison.difference.describe(),
                         "samples_needed": comparison.samples_needed,
                     }

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from server.evaluation.suites.paired import Decision, compare_pairs, decide, estimate_difference
+from server.evaluation.suites.paired import SuiteVerdict, compare_pairs, decide, estimate_difference
 from server.rollouts.intervals import Estimate
 
 
@@ -30,7 +30,7 @@ def make_scores(both: int, only_exact: int, only_other: int, neither: int) -> tu
 )
 def test_intervals_are_those_published(counts: tuple[int, int, int, int], low: float, high: float) -> None:
     difference = compare_pairs(*make_scores(*counts), margin=0.1).difference
-    assert (difference.low, difference.high) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+    assert [difference.low, difference.high] == pytest.approx([low, high], abs=1e-4)
 
 
 @pytest.mark.parametrize("count", [10, 26, 40])
@@ -60,36 +60,36 @@ def test_intervals_of_partial_scores_hold_the_true_difference(rng: random.Random
 
 
 @pytest.mark.parametrize(
-    ("counts", "decision", "needed"),
+    ("counts", "verdict", "needed"),
     [
-        ((26, 0, 0, 0), Decision.SAME, None),
-        ((25, 0, 0, 0), Decision.NOT_DECIDED, 26),
-        ((10, 0, 0, 0), Decision.NOT_DECIDED, 26),
-        ((20, 20, 0, 0), Decision.WORSE, None),
-        ((36, 4, 0, 0), Decision.NOT_DECIDED, None),  # on the margin: no number decides
-        ((31, 0, 0, 9), Decision.TOO_HARD, None),
-        ((0, 31, 0, 9), Decision.TOO_HARD, None),
-        ((32, 0, 8, 0), Decision.SAME, None),  # better
+        ((26, 0, 0, 0), SuiteVerdict.SAME, None),
+        ((25, 0, 0, 0), SuiteVerdict.NOT_DECIDED, 26),
+        ((10, 0, 0, 0), SuiteVerdict.NOT_DECIDED, 26),
+        ((20, 20, 0, 0), SuiteVerdict.WORSE, None),
+        ((36, 4, 0, 0), SuiteVerdict.NOT_DECIDED, None),  # on the margin: no number decides
+        ((31, 0, 0, 9), SuiteVerdict.TOO_HARD, None),
+        ((0, 31, 0, 9), SuiteVerdict.TOO_HARD, None),
+        ((32, 0, 8, 0), SuiteVerdict.SAME, None),  # better
     ],
 )
-def test_decisions(counts: tuple[int, int, int, int], decision: Decision, needed: int | None) -> None:
+def test_verdicts(counts: tuple[int, int, int, int], verdict: SuiteVerdict, needed: int | None) -> None:
     comparison = compare_pairs(*make_scores(*counts), margin=0.1)
-    assert (comparison.decision, comparison.samples_needed) == (decision, needed)
+    assert (comparison.verdict, comparison.samples_needed) == (verdict, needed)
 
 
 def test_as_many_samples_as_are_named_decide() -> None:
     comparison = compare_pairs(*make_scores(38, 2, 0, 0), margin=0.1)
-    assert comparison.decision is Decision.NOT_DECIDED
+    assert comparison.verdict is SuiteVerdict.NOT_DECIDED
     needed = comparison.samples_needed
     assert needed is not None
-    decisions = [decide(estimate_difference(n, -0.05, 0.05), 0.1) for n in (needed - 1, needed)]
-    assert decisions == [Decision.NOT_DECIDED, Decision.SAME]
+    verdicts = [decide(estimate_difference(n, -0.05, 0.05), 0.1) for n in (needed - 1, needed)]
+    assert verdicts == [SuiteVerdict.NOT_DECIDED, SuiteVerdict.SAME]
 
 
 def test_an_interval_that_holds_both_answers_decides_nothing() -> None:
-    assert decide(Estimate(-0.05, -0.2, 0.1), 0.1) is Decision.NOT_DECIDED
-    assert decide(Estimate(-0.05, -0.1, 0.0), 0.1) is Decision.SAME
-    assert decide(Estimate(-0.3, -0.5, -0.11), 0.1) is Decision.WORSE
+    assert decide(Estimate(-0.05, -0.2, 0.1), 0.1) is SuiteVerdict.NOT_DECIDED
+    assert decide(Estimate(-0.05, -0.1, 0.0), 0.1) is SuiteVerdict.SAME
+    assert decide(Estimate(-0.3, -0.5, -0.11), 0.1) is SuiteVerdict.WORSE
 
 
 def test_runs_with_other_samples_hardly_ever_contradict_each_other(rng: random.Random) -> None:
@@ -97,13 +97,13 @@ def test_runs_with_other_samples_hardly_ever_contradict_each_other(rng: random.R
     contradictions = decided = 0
     for _ in range(3000):
         lost = rng.choice((0.0, 0.05, 0.1, 0.15, 0.2, 0.4))
-        pair = {draw_decision(rng, lost) for _ in range(2)}
-        contradictions += pair == {Decision.SAME, Decision.WORSE}
-        decided += bool(pair & {Decision.SAME, Decision.WORSE})
+        pair = {draw_verdict(rng, lost) for _ in range(2)}
+        contradictions += pair == {SuiteVerdict.SAME, SuiteVerdict.WORSE}
+        decided += bool(pair & {SuiteVerdict.SAME, SuiteVerdict.WORSE})
     assert decided > 1000
     assert contradictions <= 6
 
 
-def draw_decision(rng: random.Random, lost: float) -> Decision:
+def draw_verdict(rng: random.Random, lost: float) -> SuiteVerdict:
     exact = [float(rng.random() < 0.95) for _ in range(40)]
-    return compare_pairs(exact, [each * (rng.random() >= lost) for each in exact], margin=0.1).decision
+    return compare_pairs(exact, [each * (rng.random() >= lost) for each in exact], margin=0.1).verdict

@@ -1,9 +1,10 @@
-"""Runs of suites with the embedded model: decisions where they are certain, controls, and what Ctrl-C leaves."""
+"""Runs of suites with the embedded model: verdicts where they are certain, controls, and what Ctrl-C leaves."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,12 @@ from config.errors import SettingsError
 from config.settings import load_settings
 from server.cli.main import main
 from server.engine.build import Engine, build_engine
-from server.evaluation.suites.paired import Decision, compare_pairs
+from server.evaluation.suites.paired import SuiteVerdict, compare_pairs
 from server.evaluation.suites.registry import SUITES, TASKS
 from server.evaluation.suites.runner import SuiteRunner, TaskScores, find_grid
 from server.evaluation.suites.task import Asking, SuiteTask, TaskSample, Turn, match_all
+from server.evaluation.suites.tool_calls import ERRANDS
+from tests.end_to_end.tool_model import write_tool_model
 
 STRATEGIES = {
     "exact": {"kind": "paged"},
@@ -60,9 +63,9 @@ def test_what_forgets_is_worse_and_what_is_exact_is_the_same(engine: Engine, ask
     assert scores.count == SAMPLES
     assert all(256 < tokens <= 510 for tokens in scores.tokens)
     exact = scores.by_strategy["exact"]
-    decisions = {name: compare_pairs(exact, each, 0.1).decision for name, each in scores.by_strategy.items()}
-    same, worse = Decision.SAME, Decision.WORSE
-    assert decisions == {"exact": same, "also_exact": same, "window": worse, "random": worse}
+    verdicts = {name: compare_pairs(exact, each, 0.1).verdict for name, each in scores.by_strategy.items()}
+    same, worse = SuiteVerdict.SAME, SuiteVerdict.WORSE
+    assert verdicts == {"exact": same, "also_exact": same, "window": worse, "random": worse}
 
 
 def test_ctrl_c_keeps_whole_samples(engine: Engine) -> None:
@@ -80,6 +83,23 @@ def test_ctrl_c_keeps_whole_samples(engine: Engine) -> None:
 
 def counts(scores: TaskScores) -> list[int]:
     return [scores.count, *(len(each) for each in scores.by_strategy.values())]
+
+
+def test_a_call_is_required_by_the_grammar_of_the_models_family(tmp_path: Path) -> None:
+    """This model would call a tool of another name, and writes arguments of that."""
+    answers: list[str] = []
+
+    def keep(answer: str, right: Sequence[str]) -> float:
+        answers.append(answer)
+        return 0.0
+
+    flags = {"model": str(write_tool_model(tmp_path / "tools")), "max_seq_len": 4096, "threads": 1, "max_num_seqs": 1}
+    engine = build_engine(load_settings(None, flags))
+    task = replace(TASKS["tool_calls_10"], score=keep, most=4)
+    [scores] = SuiteRunner(engine, ["paged"], [task], samples=2, seed="1", query_aware=False).run()
+    assert scores.count == 2
+    names = [re.findall(r'^{"name": "(.*)", "arguments": {', answer) for answer in answers]
+    assert all(set(found) <= {errand.tool for errand in ERRANDS} and len(found) == 1 for found in names), answers
 
 
 def test_contexts_end_where_all_strategies_drop_keys(engine: Engine) -> None:
@@ -124,7 +144,7 @@ def test_the_command_reports_every_task(tmp_path: Path, capsys: pytest.CaptureFi
         assert {*map(len, (task["tokens"], *task["scores"].values()))} == {1}
         comparison = task["comparisons"][name]
         assert comparison["difference"]["low"] <= comparison["difference"]["value"] <= comparison["difference"]["high"]
-        assert comparison["decision"] == "too hard for this model"
+        assert comparison["verdict"] == "too hard for this model"
     documents, table, explained = out.split("\n\n")
     assert documents.startswith("| strategy ")
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == SUITES["all"]
@@ -143,7 +163,7 @@ def test_ctrl_c_reports_what_is_measured(
             raise KeyboardInterrupt
         return 1.0
 
-    monkeypatch.setitem(TASKS, "completion", replace(TASKS["completion"], score=interrupt))  # type: ignore[arg-type]
+    monkeypatch.setitem(TASKS, "completion", replace(TASKS["completion"], score=interrupt))
     file = tmp_path / "report.json"
     code, out, _ = run(capsys, "--suite", "completion", "--samples", "9", "--json", str(file))
     assert code == 130
