@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import cycle, islice
 from random import Random
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from config.errors import SettingsError
 from server.api.openai.tools.message_format import MessageFormat, MessageParsing
 from server.evaluation.suites.task import Asking, Message, SuiteTask, TaskSample, Turn
-from server.evaluation.suites.tool_calls import describe_tools
+from server.evaluation.suites.tool_calls import describe_tools, draw_conversation
 from server.text.encoder import Encoder
 from server.text.errors import ChatTemplateError
 from server.text.tool_parsers.message_grammar import MessageOutline
@@ -35,8 +35,18 @@ class SuitePrompt(NamedTuple):
 class PromptWriter:
     """Writes prompts of at most `length` tokens, answers included, for one model."""
 
-    def __init__(self, encoder: Encoder, format: MessageFormat, *, length: int, grid: int, query_aware: bool) -> None:
-        self._encoder, self._format = encoder, format
+    def __init__(
+        self,
+        encoder: Encoder,
+        format: MessageFormat,
+        *,
+        length: int,
+        grid: int = 1,
+        query_aware: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Write for a model whose chat template gets these variables, such as enable_thinking."""
+        self._encoder, self._format, self._variables = encoder, format, variables
         self._length, self._grid, self._query_aware = length, grid, query_aware
 
     def find_too_long(self, tasks: Sequence[SuiteTask], seed: str, count: int) -> dict[str, int]:
@@ -82,15 +92,9 @@ class PromptWriter:
     @cached_property
     def writes_calls(self) -> bool:
         """Whether the model's template takes tools, and its way to write calls is known."""
-        tool = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
-        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
-        messages: list[Message] = [
-            {"role": "user", "content": "f"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "f"},
-        ]
+        sample = draw_conversation(Random(0), 1, self._length, depth=50)
         try:
-            self._encoder.chat_template.render_strict(messages, tools=[tool])
+            self._render(sample.earlier, sample.tools)
         except ChatTemplateError:
             return False
         return self._format.tools is not None
@@ -110,9 +114,7 @@ class PromptWriter:
                 {"role": "user", "content": following.question.strip()},
             ]
         is_chat = sample.is_chat and self._encoder.chat_template.source is not None
-        text = (
-            self._render(messages, sample.tools) if is_chat else _write_plain(messages, has_roles=bool(sample.earlier))
-        )
+        text = self._render(messages, sample.tools) if is_chat else _write_plain(messages)
         lead = turn.lead if is_chat or not turn.lead else f" {turn.lead}"
         context, _, question = (text + lead).partition(MARK)
         begin = [] if is_chat else self._encoder.outer_tokens[0]
@@ -122,10 +124,7 @@ class PromptWriter:
         return SuitePrompt([*head, *islice(cycle(filler), missing), *tail], text, turn)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        try:
-            return self._encoder.chat_template.render_strict(messages, tools=[*tools] or None)
-        except ChatTemplateError as error:
-            raise SettingsError(f"--suite: {error}") from None
+        return self._encoder.chat_template.render_strict(messages, tools=[*tools] or None, **self._variables)
 
     # ------------------------------------------------------------ calls of tools
     def make_grammar(self, sample: TaskSample, prompt: SuitePrompt) -> str | None:
@@ -151,8 +150,8 @@ def _get_schemas(sample: TaskSample) -> dict[str, Any]:
     return {tool["function"]["name"]: tool["function"]["parameters"] for tool in sample.tools}
 
 
-def _write_plain(messages: Sequence[Message], *, has_roles: bool) -> str:
-    """Return messages as plain text for models without a template; RULER and SCBench write no roles."""
-    if not has_roles:
+def _write_plain(messages: Sequence[Message]) -> str:
+    """Return messages as plain text; questions about one text have no roles, as in RULER and SCBench."""
+    if MARK in messages[0]["content"]:
         return "\n\n".join(message["content"] for message in messages)
     return "".join(f"{message['role'].title()}: {message['content']}\n\n" for message in messages) + "Assistant:"

@@ -19,8 +19,7 @@ from server.evaluation.suites.prompts import PromptWriter, SuitePrompt
 from server.evaluation.suites.task import SuiteTask, TaskSample
 from server.llm import LLM, GenerationError, TokenStream
 from server.text.encoder import Encoder
-from server.text.errors import GrammarError
-from server.text.processes.messages import ChatDefaults
+from server.text.errors import TextRefused
 
 
 @dataclass
@@ -50,20 +49,24 @@ class SuiteRunner:
         seed: str,
         query_aware: bool,
     ) -> None:
-        """Prepare the tasks. Raises SettingsError if the samples of some do not fit."""
+        """Prepare the tasks. Raises SettingsError if the samples of some do not fit, or not the model's template."""
         settings = engine.settings
         self.names, self.tasks, self.samples, self.seed = names, tasks, samples, seed
         self._llm = LLM.from_engine(engine)
-        defaults = ChatDefaults(default_chat_template_kwargs=settings.default_chat_template_kwargs)
-        encoder = Encoder.from_directory(engine.model_dir, defaults)
+        encoder = Encoder.from_directory(engine.model_dir)
         self._writer = PromptWriter(
             encoder,
             MessageFormat.choose(encoder.vocabulary, settings.tool_call_parser, settings.reasoning_parser),
             length=engine.max_seq_len,
             grid=find_grid([each for each in engine.instances if each.name in names], engine.max_seq_len),
             query_aware=query_aware,
+            variables=settings.default_chat_template_kwargs,
         )
-        if needed := self._writer.find_too_long(tasks, seed, samples):
+        try:
+            needed = self._writer.find_too_long(tasks, seed, samples)
+        except TextRefused as error:
+            raise SettingsError(f"--suite: {error}") from error
+        if needed:
             listed = ", ".join(f"{name} ({tokens:,} tokens)" for name, tokens in needed.items())
             raise SettingsError(
                 f"--length: too short for {listed}: make it {max(needed.values()):,}, or choose other tasks by --suite"
@@ -83,7 +86,7 @@ class SuiteRunner:
                     on_sample(each.task.name)
         except KeyboardInterrupt:
             pass
-        except (GenerationError, GrammarError, ValueError) as error:
+        except (GenerationError, TextRefused) as error:
             raise SettingsError(f"--suite: {error}") from error
         return scores
 

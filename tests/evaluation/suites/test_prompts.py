@@ -12,7 +12,7 @@ import pytest
 from server.api.openai.tools.message_format import MessageFormat
 from server.evaluation.suites.prompts import PromptWriter, SuitePrompt
 from server.evaluation.suites.registry import TASKS
-from server.evaluation.suites.task import Asking, SuiteTask, TaskSample
+from server.evaluation.suites.task import Asking, Message, SuiteTask, TaskSample
 from server.text.chat.template import ChatTemplate
 from server.text.encoder import Encoder
 from tests.evaluation.suites import solvers
@@ -113,17 +113,15 @@ def test_a_call_in_a_models_own_form_is_read(template: str) -> None:
     assert writer.writes_calls
     assert writer.make_grammar(sample, prompt) is not None
     right = json.loads(prompt.turn.answers[0])
-    message = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "call00002", "type": "function", "function": right}],
-    }
-    asked = {"role": "user", "content": prompt.turn.question}
+    call = {"id": "call00002", "type": "function", "function": right}
+    messages: list[Message] = [
+        {"role": "user", "content": prompt.turn.question},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "name": right["name"], "content": "END"},
+    ]
     chat = ChatTemplate({"default": (TEMPLATES / f"{template}.jinja").read_text()}, {"bos_token": "", "eos_token": ""})
-    messages = [asked, message, {"role": "tool", "tool_call_id": "call00002", "name": right["name"], "content": "END"}]
-    written = (
-        chat.render_strict(messages, tools=[*sample.tools]).rpartition(prompt.turn.question)[2].partition("END")[0]
-    )
+    rendered = chat.render_strict(messages, tools=[*sample.tools])
+    written = rendered.rpartition(prompt.turn.question)[2].partition("END")[0]
     ids = Encoder.from_directory(TINY).encode(written, add_special_tokens=False)
     answer = writer.read_answer(sample, prompt, ids, written)
     assert TASKS["tool_calls_50"].score(answer, prompt.turn.answers) == 1
