@@ -92,7 +92,7 @@ class EvaluateOptions:
     quick: bool = flag(
         False,
         SWITCH,
-        "run few texts and, without --suite, five tasks; the defaults are then 26 samples of 1024 tokens",
+        "run few texts and, without --suite, four tasks; the defaults are then 26 samples of 1024 tokens",
     )
     samples: int | None = flag(None, COUNT, "samples of each task of a suite (default: 40)")
     margin: float = flag(10.0, _POINTS, "points of 100 within which a strategy counts as the same as exact caching")

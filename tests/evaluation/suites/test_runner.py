@@ -195,7 +195,7 @@ def test_what_cannot_be_measured_is_reported_before_the_work(
     assert len(err.splitlines()) == 1
 
 
-def test_quick_runs_five_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_runs_four_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
     def stop(self: SuiteRunner, *_: object) -> list[TaskScores]:
