@@ -25,7 +25,7 @@ from config.wording import explain_problem
 from server.api.http.json_body import Body
 from server.api.openai.request_models import SamplingRequest
 from server.api.openai.structured.models import StructuredRequest
-from server.engine.build import build_engine
+from server.engine.build import Engine, build_engine
 from server.engine.ipc.messages import (
     Admitted,
     Failed,
@@ -117,8 +117,18 @@ class LLM:
         that cannot work.
         """
         given = {"model": os.fspath(model), "max_num_seqs": max_num_seqs, "max_queued_requests": MAX_QUEUED} | settings
-        self.engine = build_engine(load_settings(None, given, are_flags=False))
-        self._encoder = Encoder.from_directory(self.engine.model_dir)
+        self._use_engine(build_engine(load_settings(None, given, are_flags=False)))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> LLM:
+        """Return an LLM that computes with an engine that is built already."""
+        llm = cls.__new__(cls)
+        llm._use_engine(engine)
+        return llm
+
+    def _use_engine(self, engine: Engine) -> None:
+        self.engine = engine
+        self._encoder = Encoder.from_directory(engine.model_dir)
         self._texts: dict[str, _Text] = {}  # that have not ended, by request id
         self._numbers = count()
 

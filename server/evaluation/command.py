@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from server.evaluation.documents import Document
 from server.evaluation.flags import EvaluateOptions
 from server.evaluation.plot import check_plot, save_plot
 from server.evaluation.report import EvaluationReport, StrategyResult, as_json, as_table
+from server.evaluation.suites.command import QUICK_LENGTH, make_runner, run_suites
 from server.models.files.directory import resolve_model_settings
 from server.models.load import read_model_info
 from server.text.tokenizer import Tokenizer
@@ -36,8 +37,10 @@ DEFAULT_MAX_LENGTH = 2048  # maximum number of tokens of a document if --length 
 BASELINE = "exact_caching"  # name of the exact instance that is added if no chosen strategy is exact
 # Options of each strategy: none reserves memory, and each may use all of it, as it holds only one document at a time.
 WHOLE = {"floor": "0%", "limit": "100%"}
+INTERRUPTED = 130  # exit status after Ctrl-C, as of shells
 MIN_QUESTION_AT = 128  # tokens; records that are much shorter have no question far from its fact
 MAX_ANSWER_TOKENS = 32  # room for an answer after the question
+QUICK_TEXTS = 2  # documents of running text with --quick
 MAX_LOGITS = 1 << 26  # maximum number of logits of a step, of all its tokens; softmax takes a few times their memory
 
 
@@ -47,17 +50,24 @@ def run(flags: dict[str, Any]) -> int:
     Raises SettingsError for wrong flags or settings, for files that cannot be read or written, or for lack of memory.
     """
     options = EvaluateOptions(**{f.name: flags.pop(f.name) for f in fields(EvaluateOptions) if f.name in flags})
+    if options.quick:
+        length, texts = options.length or QUICK_LENGTH, min(options.texts, QUICK_TEXTS)
+        options = replace(options, length=length, texts=texts, records=0)
     check_files(options)
     engine, names = start_engine(pop_settings_file(flags), flags, options)
     try:
+        runner = make_runner(engine, names, options) if options.has_suites else None
         report = evaluate(engine, names, options)
+        if runner is not None:
+            with make_progress_bar() as bars:
+                report = replace(report, suites=run_suites(runner, options, engine.max_seq_len, bars))
     except StrategyError as error:
         raise SettingsError(str(error)) from error
     unsaved = write_outputs(report, options)
     print(as_table(report))
     if unsaved:
         raise SettingsError("; ".join(unsaved))
-    return 0
+    return INTERRUPTED if report.suites is not None and report.suites.is_interrupted else 0
 
 
 def check_files(options: EvaluateOptions) -> None:
@@ -189,7 +199,9 @@ def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateO
             f"--question-at: should be from {MIN_QUESTION_AT} to {length - MAX_ANSWER_TOKENS}: the facts stand before "
             f"the question, and the answer after it, within --length {length}"
         )
-    all_of_them = {BASELINE: StrategySettings(kind="contiguous", **WHOLE)}
+    # Questions of suites find the context again if the strategy shares prefixes
+    kind = "paged" if options.has_suites else "contiguous"
+    all_of_them = {BASELINE: StrategySettings(kind=kind, **WHOLE)}
     all_of_them |= {name: each.model_copy(update=WHOLE | {"fallback": None}) for name, each in strategies.items()}
     engine = build_engine(
         settings.model_copy(
@@ -205,6 +217,8 @@ def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateO
     names = list(strategies)
     if length <= positions:
         return engine, order_strategies(engine.core.instances, names)
+    if options.has_suites:
+        raise SettingsError(f"--length: should be at most {positions}, the context of the model, with suites")
     if bounded := [name for name in names if not engine.core.instances[name].contract.unbounded]:
         raise SettingsError(
             f"--length: should be from 2 to {positions} tokens, the context of the model; only strategies with an "

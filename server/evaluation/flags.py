@@ -12,7 +12,8 @@ from config.flags import COUNT, FILE, SWITCH, Kind, flag, number_flag
 DESCRIPTION = """\
 Runs the same documents under several cache strategies, with the server's own engine, and reports how each differs
 from exact caching: perplexity, share of tokens with the same top-1 token, KL divergence, and recall of answers by
-their distance in the text."""
+their distance in the text. With --suite it also asks questions about long texts under each strategy, and says whether
+the answers are the same, worse, or whether more samples are needed."""
 
 EPILOG = """\
 Records are texts in plain English that state facts and later ask for them; their names do not occur in the embedded
@@ -23,6 +24,7 @@ examples:
   kvmux evaluate
   kvmux evaluate --strategy contiguous --strategy sliding_window:window=64,sinks=0 --strategy sliding_window:window=256
   kvmux evaluate --strategy my_package:MyCache:window=256 --strategy compressed:scorer=my_package:MyScorer,budget=0.25
+  kvmux evaluate --model models/my-model --strategy small --suite ruler --suite tool_calls --length 4096
   kvmux evaluate --model models/my-model --text book.txt --length 4096 --json report.json --plot report.png
 """
 
@@ -34,6 +36,7 @@ def _parse_text(text: str) -> str:
 
 
 _TEXT = Kind("TEXT", _parse_text)
+_POINTS = Kind("POINTS", number_flag(float, "a number above 0 and below 100", lambda number: 0 < number < 100))
 _AMOUNT = Kind("N", number_flag(int, "a whole number from 0", lambda number: number >= 0))
 
 
@@ -80,3 +83,23 @@ class EvaluateOptions:
     seed: str | None = flag(None, _TEXT, "draw another order of stories and records by this seed")
     json: Path | None = flag(None, FILE, "write the results to this file as JSON")
     plot: Path | None = flag(None, FILE, "plot the results to this .png, .svg or .pdf; needs kvmux[evaluate]")
+    suite: Sequence[str] = flag(
+        (),
+        Kind("NAME"),
+        "suite to run besides the texts: ruler, scbench, tool_calls or all, or one task; may be given several times",
+        action="append",
+    )
+    quick: bool = flag(
+        False,
+        SWITCH,
+        "run few texts and, without --suite, four tasks; the defaults are then 26 samples of 1024 tokens",
+    )
+    samples: int | None = flag(None, COUNT, "samples of each task of a suite (default: 40)")
+    margin: float = flag(10.0, _POINTS, "points of 100 within which a strategy counts as the same as exact caching")
+    query_aware: bool = flag(
+        False, SWITCH, "let strategies see the question before they drop keys at its end; otherwise only the context"
+    )
+
+    @property
+    def has_suites(self) -> bool:
+        return bool(self.suite) or self.quick

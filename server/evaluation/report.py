@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from config.tables import format_table
 from server.evaluation.compare import Fidelity
+from server.evaluation.suites.report import SuiteReport, format_suites, suites_to_json
 
 NEAREST_BOUND = 64  # end of the nearest range of distances between answer and mention, in tokens
 
@@ -51,6 +52,7 @@ class EvaluationReport:
     length: int  # tokens of a document
     row_tokens: int  # the most tokens of a document that a step computed
     results: Sequence[StrategyResult]
+    suites: SuiteReport | None = None
 
     @property
     def distance_ranges(self) -> list[DistanceRange]:
@@ -62,12 +64,14 @@ class EvaluationReport:
 
 
 def as_table(report: EvaluationReport) -> str:
-    """Return the results as a table in GitHub's Markdown; "recall" is the share of right answers by distance."""
+    """Return the results as tables in GitHub's Markdown; "recall" is the share of right answers by distance."""
     columns = [
         "KV memory",
         "perplexity",
         "top-1",
         "KL",
+        "KL median",
+        "KL 99 %",
         "records: top-1",
         "records: KL",
         *(f"recall {s}" for s in report.distance_ranges),
@@ -77,12 +81,15 @@ def as_table(report: EvaluationReport) -> str:
             r.name,
             f"{r.kv_bytes / 1024:,.0f} KiB",
             f"{r.text.perplexity:.3f}",
-            *(cell for f in (r.text, r.records) for cell in _format_fidelity(f)),
+            *_format_fidelity(r.text),
+            *(_format_nats(r.text.kl_quantile(share)) for share in (0.5, 0.99)),
+            *_format_fidelity(r.records),
             *(_format_share(*r.records.recall(*span)) for span in report.distance_ranges),
         ]
         for r in report.results
     ]
-    return format_table(["strategy"], columns, rows)
+    table = format_table(["strategy"], columns, rows)
+    return table if report.suites is None else f"{table}\n\n{format_suites(report.suites)}"
 
 
 def _format_fidelity(f: Fidelity) -> tuple[str, str]:
@@ -121,6 +128,7 @@ def as_json(report: EvaluationReport) -> dict[str, Any]:
             }
             for r in report.results
         ],
+        "suites": None if report.suites is None else suites_to_json(report.suites),
     }
 
 
