@@ -15,7 +15,7 @@ import dataclasses
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from types import ModuleType, SimpleNamespace
@@ -31,7 +31,7 @@ from config.errors import SettingsError
 from kernels.types import LayerSpec
 
 INSTALL = "pip install kvpress==0.5.5 'transformers>=5.2,<5.3'"
-MAX_SIZE = 65536  # of an option that is a whole number
+MAX_SIZE = 16384  # of an option that is a whole number: some presses make a matrix for each position
 TRIED_TOKENS = 512
 ROTATED_AT_ONCE = 32  # positions; all models have tables of RoPE for more
 Rotate = Callable[[Tensor, Tensor], Tensor]
@@ -46,18 +46,17 @@ class Reads(NamedTuple):
     keys: bool = False  # keys before their rotation (RoPE)
     rope: bool = False  # queries before their rotation, or rotations to later positions
     each_query: bool = False  # as many queries as keys
-    equal_sizes: bool = False  # keys and values of equally many dimensions
 
 
 UNKNOWN = Reads(None, attention=True, keys=True, rope=True)  # a press that is not in kvpress may read anything
 READS: Mapping[str, Reads] = {  # by the class that defines `score`
     "CURPress": Reads(),
-    "CapPress": Reads(None, rope=True, equal_sizes=True),
+    "CapPress": Reads(None, rope=True),
     "CompactorPress": Reads(None, keys=True, each_query=True),
     "ExpectedAttentionPress": Reads(None, rope=True),
     "KeyDiffPress": Reads(),
     "KnormPress": Reads(),
-    "LagKVPress": Reads(equal_sizes=True),
+    "LagKVPress": Reads(),
     "LeverageScorePress": Reads(keys=True),
     "NonCausalAttnPress": Reads(None, each_query=True),
     "ObservedAttentionPress": Reads(None, attention=True, each_query=True),
@@ -127,23 +126,22 @@ def _list_presses(library: ModuleType) -> str:
 
 def adapt(press: type[Any]) -> type[Scorer]:
     """Return a scorer that runs a press, a dataclass; its options are the fields, without `compression_ratio`."""
-    reads = next(
-        (READS[each.__name__] for each in press.__mro__ if "score" in vars(each) and each.__name__ in READS), UNKNOWN
-    )
+    owner = next(each for each in press.__mro__ if "score" in vars(each))
+    is_known = owner.__module__.partition(".")[0] == "kvpress"
+    reads = READS.get(owner.__name__, UNKNOWN) if is_known else UNKNOWN
     members = {"__doc__": f"Scores keys as {press.__name__} does.", "press_type": press, "reads": reads}
-    return type(f"{press.__name__}Scorer", (PressScorer,), members | {"options_type": _make_options_type(press)})
+    return type(f"{press.__name__}Scorer", (PressScorer,), members | {"options_type": make_options_type(press)})
 
 
-def _make_options_type(press: type[Any]) -> type[ScorerOptions]:
+def make_options_type(press: type[Any]) -> type[ScorerOptions]:
+    """Return the options that are the fields of a press, with its defaults."""
     hints = typing.get_type_hints(press)
     fields: dict[str, Any] = {}
-    for field in dataclasses.fields(press):
-        if not field.init or field.name.startswith("_") or field.name == "compression_ratio":
-            continue
-        size = {"ge": 0, "le": MAX_SIZE} if hints[field.name] is int else {}
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
-        text = f"as in kvpress's {press.__name__}"
-        fields[field.name] = (hints[field.name], Field(default, description=text, **size))  # type: ignore[arg-type]
+    for each in dataclasses.fields(press):
+        name, kind = each.name, hints[each.name]
+        if each.init and each.default is not dataclasses.MISSING and name[0] != "_" and name != "compression_ratio":
+            least, most = (0, MAX_SIZE) if kind is int else (None, None)
+            fields[name] = kind, Field(each.default, ge=least, le=most, description=f"as in kvpress's {press.__name__}")
     return create_model(f"{press.__name__}Options", __base__=ScorerOptions, **fields)
 
 
@@ -164,7 +162,7 @@ class PressScorer(Scorer):
         self.num_queries = getattr(options, wanted) + 1 if isinstance(wanted, str) else wanted
         self._checked: set[Rotate] = set()  # rotations that are those that presses compute
 
-    def check_layers(self, layers: typing.Sequence[LayerSpec]) -> None:
+    def check_layers(self, layers: Sequence[LayerSpec]) -> None:
         name = self.press_type.__name__
         for spec in layers:
             if spec.rotate is None and (self.reads.rope or self.reads.keys):
@@ -172,24 +170,19 @@ class PressScorer(Scorer):
                     f"kvpress's {name} must undo the rotation of queries or keys (RoPE), for which this model's layers "
                     "have no function"
                 )
-            if self.reads.equal_sizes and spec.head_dim != spec.v_head_dim:
-                raise SettingsError(f"kvpress's {name} needs keys and values of equally many dimensions")
             with suppress(RuntimeError):  # the model's tables are on another device: `score` checks them
                 self._check_rotation(spec, torch.device("cpu"))
         for spec in layers[:1]:
             self._try_out(spec)
 
     def score(self, past: Past) -> Tensor:
-        self._check_rotation(past.spec, past.positions.device)
+        device = past.positions.device
+        self._check_rotation(past.spec, device)
         S = past.positions.shape[1]
         first = S - past.num_new if self.reads.each_query else 0  # the first key that is scored
-        press = self.press
-        press.compression_ratio = compute_ratio(past.num_kept, S)
-        arguments = make_arguments(past, self.reads, first)
-        with repeatable_random_numbers(
-            compute_seed(past.length, past.layer_idx, past.first_head), past.positions.device
-        ):
-            scores: Tensor = press.score(*arguments)[0]
+        self.press.compression_ratio = compute_ratio(past.num_kept, S)
+        with repeatable_random_numbers(compute_seed(past.length, past.layer_idx, past.first_head), device):
+            scores: Tensor = self.press.score(*make_arguments(past, self.reads, first))[0]
         if self.reads.each_query:
             known = past.key_state.get("score")
             scores = scores if known is None else torch.cat((known[:, :first], scores), dim=1)
@@ -197,19 +190,18 @@ class PressScorer(Scorer):
         return scores
 
     def _check_rotation(self, spec: LayerSpec, device: torch.device) -> None:
-        """Raise SettingsError if the press reads rotations, and the layer's are not those of all dimensions' halves."""
+        """Raise SettingsError if the press reads rotations, and the layer's differ from those that presses compute."""
         rotate = spec.rotate
         if not self.reads.rope or rotate is None or rotate in self._checked:
             return
         positions = torch.tensor([1, 7, 30], device=device)
         x = torch.linspace(-1, 1, spec.head_dim, device=device).expand(3, 1, -1).contiguous()
-        cos, sin = compute_rotations(rotate, positions, 30, spec.head_dim)
+        cos, sin = (each[:, None] for each in compute_rotations(rotate, positions, 30, spec.head_dim))
         a, b = x.chunk(2, dim=-1)
-        turned = x * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]
-        if not torch.allclose(turned, rotate(x, positions), atol=1e-4):
+        if not torch.allclose(x * cos + torch.cat((-b, a), dim=-1) * sin, rotate(x, positions), atol=1e-4):
             raise SettingsError(
-                f"kvpress's {self.press_type.__name__} computes the rotation of queries (RoPE) itself, as Llama has it; "
-                "this model rotates other dimensions"
+                f"kvpress's {self.press_type.__name__} computes the rotation of queries (RoPE) as it is in Llama; this "
+                "model rotates other dimensions"
             )
         self._checked.add(rotate)
 
@@ -217,24 +209,25 @@ class PressScorer(Scorer):
         """Raise SettingsError if the press fails to score random keys of a layer, as it does with wrong options."""
         S = max(TRIED_TOKENS, self.num_queries or 0)
         T = S if self.num_queries is None else self.num_queries
-        spec = spec._replace(num_kv_heads=1, num_q_heads=spec.num_q_heads // spec.num_kv_heads, sink_logits=None)
-        generator = torch.Generator().manual_seed(0)
-        keys, values, queries = (
-            torch.randn(*shape, generator=generator)
-            for shape in ((S, 1, spec.head_dim), (S, 1, spec.v_head_dim), (T, spec.num_q_heads, spec.head_dim))
-        )
-        spec = spec._replace(rotate=lambda x, delta: x)  # the model's tables may be on another device
+        G, D, generator = spec.num_q_heads // spec.num_kv_heads, spec.head_dim, torch.Generator().manual_seed(0)
+        shapes = (S, 1, D), (S, 1, spec.v_head_dim), (T, G, D)
+        keys, values, queries = (torch.randn(*shape, generator=generator) for shape in shapes)
+        spec = LayerSpec(1, G, D, spec.v_head_dim, scale=spec.scale, rotate=_leave)
         positions = torch.arange(S)[None]
         past = Past(0, spec, S, S, positions, lambda: keys, lambda: values, queries, num_kept=S // 2)
-        self._checked.add(spec.rotate)  # type: ignore[arg-type]
         try:
             scores = self.score(past)
             if scores.shape != positions.shape or scores.isnan().any():
-                raise ValueError(f"it returned scores of shape {list(scores.shape)}, or not all of them numbers")
+                raise ValueError(f"its scores have the shape {list(scores.shape)}, or some are not numbers")
         except Exception as error:  # a press fails in its own ways
+            name = self.press_type.__name__
             raise SettingsError(
-                f"kvpress's {self.press_type.__name__} cannot score {S} keys with these scorer_options: {error}"
+                f"kvpress's {name} fails to score {S} keys of this model with these scorer_options: {error}"
             ) from None
+
+
+def _leave(x: Tensor, delta: Tensor) -> Tensor:
+    return x
 
 
 def compute_ratio(num_kept: int, num_keys: int) -> float:
@@ -252,12 +245,8 @@ def compute_seed(length: int, layer_idx: int, first_head: int = 0) -> int:
 @contextmanager
 def repeatable_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's random numbers within the block, and restore their state after it."""
-    on_cpu = device.type == "cpu"
-    with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
-        if on_cpu:
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.manual_seed(seed)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
         yield
 
 
