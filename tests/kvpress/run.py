@@ -5,8 +5,8 @@ and records keys, values, queries, scores and kept positions. Here, the scorers 
 difference is explained if kvpress's own scores of the positions in question hardly differ from that of the last kept
 one, as ties and rounding may then decide; any other difference fails the check. kvpress has no R-KV.
 
-In that environment, which has what kvmux needs as well, the presses themselves are compared as scorers `kvpress:NAME`.
-Then kvmux's own tests of `compressed` run there, and requests with every press (press_checks.py).
+In that environment, which has what kvmux needs as well, `compressed` runs with the presses as scorers `kvpress:NAME`,
+and what it keeps is compared. Then kvmux's own tests of `compressed` run there, and texts under every press.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SINKS = {"streaming_llm": 4}  # first tokens that a press keeps and the scorer l
 OPTIONS: Mapping[str, dict[str, Any]] = {
     "expected_attention, mean only": {"use_covariance": False, "epsilon": 0.02},
 }  # where they are not the default ones
-ROUNDING = 1e-5  # relative to a score, or to the standard deviation of a head's scores
+ROUNDING = 1e-5  # relative to a score
 
 
 class Result(NamedTuple):
@@ -98,7 +98,7 @@ def compare(title: str, record: Mapping[str, Tensor], turn: Any) -> list[Result]
     pressed = record["scores"]  # [layers, H, S]
     L, H, S = pressed.shape
     num_kept = record["kept"].shape[-1]
-    scores = score_layers(name.partition(",")[0], OPTIONS.get(name, {}), record, turn)
+    scores = torch.stack([score_layer(name, record, layer, turn) for layer in range(L)])
     scores[..., : SINKS.get(name, 0)] = torch.inf
     kept, heads = mask_of(scores.topk(num_kept).indices, S), f"{L} x {H}"
     if name != "h2o":
@@ -111,30 +111,25 @@ def compare(title: str, record: Mapping[str, Tensor], turn: Any) -> list[Result]
     return [with_sums, count(f"{title}, sums / queries", heads, kept_by_mean, mask_of(record["kept"], S), pressed)]
 
 
-def score_layers(name: str, options: Mapping[str, Any], record: Mapping[str, Tensor], turn: Any) -> Tensor:
-    """Return the scores [layers, H, S] of a scorer for what a press saw of the layers."""
-    cls = load_scorer(name)
-    scorer = cls(cls.options_type(**options))
-    _, H, S, D = record["keys"].shape
-    spec = LayerSpec(H, record["queries"].shape[1], D, D, scale=D**-0.5, rotate=partial(turn, rotated=D))
-    scorer.check_layers([spec])
+def score_layer(name: str, record: Mapping[str, Tensor], layer: int, turn: Any) -> Tensor:
+    """Return the scores [H, S] of a scorer for what a press saw of a layer."""
+    keys, values, queries = (record[each][layer] for each in ("keys", "values", "queries"))
+    H, S, D = keys.shape
+    cls = load_scorer(name.partition(",")[0])
+    scorer = cls(cls.options_type(**OPTIONS.get(name, {})))
+    spec = LayerSpec(H, len(queries), D, D, scale=D**-0.5, rotate=partial(turn, rotated=D))
     num_queries = S if scorer.num_queries is None else scorer.num_queries
-    scores = []
-    rows = zip(*(record[each].transpose(1, 2) for each in ("keys", "values", "queries")), strict=True)
-    for layer, (keys, values, queries) in enumerate(rows):
-        past = Past(
-            layer,
-            spec,
-            length=S,
-            num_new=S,
-            positions=torch.arange(S).expand(H, S),
-            load_keys=partial(torch.clone, keys),
-            load_values=partial(torch.clone, values),
-            queries=queries[S - num_queries :],
-            num_kept=record["kept"].shape[-1],
-        )
-        scores.append(scorer.score(past).clone())
-    return torch.stack(scores)
+    past = Past(
+        layer,
+        spec,
+        length=S,
+        num_new=S,
+        positions=torch.arange(S).expand(H, S),
+        load_keys=lambda: keys.transpose(0, 1),
+        load_values=lambda: values.transpose(0, 1),
+        queries=queries.transpose(0, 1)[S - num_queries :],
+    )
+    return scorer.score(past).clone()
 
 
 def mask_of(positions: Tensor, S: int) -> Tensor:
@@ -142,10 +137,13 @@ def mask_of(positions: Tensor, S: int) -> Tensor:
     return torch.zeros(*positions.shape[:2], S, dtype=torch.bool).scatter_(2, positions, True)
 
 
-def count(name: str, heads: str, ours: Tensor, theirs: Tensor, pressed: Tensor) -> Result:
-    """Count the positions that both masks [layers, H, S] have, and the differences that `pressed` does not explain."""
+def count(name: str, heads: str, ours: Tensor, theirs: Tensor, pressed: Tensor, unit: float = 0.0) -> Result:
+    """Count the positions that both masks [layers, H, S] have, and the differences that `pressed` does not explain.
+
+    `unit` is how large scores are that the press has computed as differences of larger ones.
+    """
     threshold = pressed.masked_fill(~theirs, torch.inf).amin(dim=-1, keepdim=True)
-    is_tie = (pressed - threshold).abs() <= ROUNDING * threshold.abs()
+    is_tie = (pressed - threshold).abs() <= ROUNDING * threshold.abs().clamp_min(unit)
     unexplained = (ours ^ theirs) & ~is_tie
     return Result(name, heads, int(theirs.sum()), int((ours & theirs).sum()), int(unexplained.sum()))
 
