@@ -129,8 +129,14 @@ def adapt(press: type[Any]) -> type[Scorer]:
     owner = next(each for each in press.__mro__ if "score" in vars(each))
     is_known = owner.__module__.partition(".")[0] == "kvpress"
     reads = READS.get(owner.__name__, UNKNOWN) if is_known else UNKNOWN
-    members = {"__doc__": f"Scores keys as {press.__name__} does.", "press_type": press, "reads": reads}
-    return type(f"{press.__name__}Scorer", (PressScorer,), members | {"options_type": make_options_type(press)})
+    members = {
+        "__doc__": f"Scores keys as {press.__name__} does.",
+        "__module__": __name__,
+        "press_type": press,
+        "reads": reads,
+        "options_type": make_options_type(press),
+    }
+    return type(f"{press.__name__}Scorer", (PressScorer,), members)
 
 
 def make_options_type(press: type[Any]) -> type[ScorerOptions]:
