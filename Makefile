@@ -88,7 +88,7 @@ test-clients: $(VENV)/.with-test  ## test popular clients, each installed by its
 test-ray: $(VENV)/.with-test  ## test several replicas on Ray Serve, which is installed by itself (ARGS="-k killed")
 	$(PY) -m tests.cluster.run $(ARGS)
 
-test-kvpress: $(VENV)/.with-test  ## compare the scorers of keys with NVIDIA's kvpress, installed by itself
+test-kvpress: $(VENV)/.with-test  ## compare the scorers of keys with NVIDIA's kvpress, installed by itself, and run its presses
 	$(PY) -m tests.kvpress.run $(ARGS)
 
 check: $(VENV)/.with-test,check  ## lint, format, types and the workflows' schema, changing nothing

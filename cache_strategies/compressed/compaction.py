@@ -86,7 +86,7 @@ class Compactor:
             total = positions[0].shape[2]
             latest = torch.arange(total - budget, total, device=positions[0].device)
             return self._make_selection(kept, positions, [latest.expand(*positions[0].shape[:2], -1)])
-        reader = PastReader(self.memory, self.queries, sequence, number, states)
+        reader = PastReader(self.memory, self.queries, sequence, number, states, budget)
         columns = [self._score_column(reader, group, *each) for each in enumerate(positions)]
         options = self.options
         scores = [

@@ -27,12 +27,14 @@ class PastReader:
         sequence: CompressedState,
         number: int,
         states: States,
+        budget: int,
     ) -> None:
-        """Read the `number`-th group; `states` has what the scorer remembers from the boundary before."""
+        """Read the `number`-th group, of whose heads `budget` keys stay; `states` has what the scorer remembers."""
         self._memory = memory
         self._sequence = sequence
         self._number = number
         self._states = states
+        self._budget = budget
         self._queries: dict[int, Tensor] = {}  # [T, Hq, D] by layer
         if queries is not None:
             self._queries = dict(zip(queries.shape.layers, queries.read(sequence), strict=True))
@@ -57,6 +59,7 @@ class PastReader:
             dict(state),
             {name: torch.nn.functional.pad(x, (0, sequence.num_new)) for name, x in key_state.items()},
             first_head=column,
+            num_kept=self._budget,
         )
 
 

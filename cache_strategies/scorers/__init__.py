@@ -1,10 +1,12 @@
 """Scorers of keys, which say what the strategy `compressed` keeps. Each is one file that implements `base.py`.
 
-A third-party scorer is a package with an entry point in the group `kvmux.kv_scorers` naming a Scorer.
+A third-party scorer is a package with an entry point in the group `kvmux.kv_scorers` naming a Scorer. Other libraries'
+methods are found by "LIBRARY:NAME": a function makes a Scorer of one.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping
 
 from cache_strategies.plugins import list_plugins, load_class
@@ -25,6 +27,9 @@ BUILTIN: Mapping[str, str] = {
     "tova": "cache_strategies.scorers.tova:TOVA",
 }
 
+# of other libraries, by the prefix of their names: functions that return the Scorer of the rest of a name
+LIBRARIES: Mapping[str, str] = {"kvpress": "cache_strategies.scorers.kvpress:load_press"}
+
 
 def list_scorers() -> dict[str, str]:
     """Return all installed scorers by name, as "module:Class"."""
@@ -33,6 +38,10 @@ def list_scorers() -> dict[str, str]:
 
 def load_scorer(name: str) -> type[Scorer]:
     """Return the class of a scorer. Raises SettingsError if it is unknown or cannot be loaded."""
+    library, _, rest = name.partition(":")
+    if rest and library in LIBRARIES:
+        scorer: type[Scorer] = pkgutil.resolve_name(LIBRARIES[library])(rest)
+        return scorer
     # entry points are slow to read, so they are read only for the name of a scorer that is not a built-in one
     known = BUILTIN if name in BUILTIN or ":" in name else list_scorers()
     return load_class(name, known, Scorer, what="scorer of keys", plural="scorers")  # type: ignore[type-abstract]

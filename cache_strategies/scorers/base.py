@@ -58,6 +58,7 @@ class Past:
         state: dict[str, Tensor] | None = None,
         key_state: dict[str, Tensor] | None = None,
         first_head: int = 0,
+        num_kept: int | None = None,
     ) -> None:
         """Describe a layer; the functions return its keys [S,H,D] and values [S,H,Dv], of any dtype."""
         self.layer_idx = layer_idx
@@ -66,6 +67,8 @@ class Past:
         self.length = length  # number of tokens of the text up to the boundary
         self.num_new = num_new  # the last `num_new` keys have come since the boundary before: they are in all heads
         self.positions = positions  # [H, S] int64
+        # Number of the S keys that will stay of each head; with `by_head`, its mean over the heads
+        self.num_kept = positions.shape[1] if num_kept is None else min(num_kept, positions.shape[1])
         self._load_keys = load_keys
         self._load_values = load_values
         self._queries = queries

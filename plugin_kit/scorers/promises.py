@@ -218,6 +218,7 @@ def _derive(past: Past, cls: type[Past] = Past) -> Past:
         dict(past.state),
         dict(past.key_state),
         past.first_head,
+        past.num_kept,
     )
 
 

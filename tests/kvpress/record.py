@@ -1,6 +1,6 @@
 """Runs presses of kvpress on a small random Llama and records what they see, their scores and what they keep.
 
-Runs in kvpress's own environment, so it imports nothing of this project. Arguments: the file to write, and a seed.
+Runs in kvpress's own environment. Arguments: the file to write, and a seed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import sys
 import tempfile
 from typing import Any
 
+import kvpress
 import torch
 from kvpress import (
     ExpectedAttentionPress,
@@ -25,8 +26,11 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.utils.logging import disable_progress_bar
 
+from cache_strategies.scorers.kvpress import READS, compute_seed
+
 LENGTH = 600
 RATIOS = (0.5, 0.8)  # shares of the keys that are dropped
+PRESS_RATIOS = (0.5, 0.75)  # with which 600 keys are whole numbers: some presses read the ratio
 THETA = 10000.0
 PRESSES: dict[str, tuple[type, dict[str, Any]]] = {
     "keydiff": (KeyDiffPress, {}),
@@ -39,6 +43,17 @@ PRESSES: dict[str, tuple[type, dict[str, Any]]] = {
     "expected_attention, mean only": (ExpectedAttentionPress, {"use_covariance": False, "epsilon": 0.02}),
     "streaming_llm": (StreamingLLMPress, {}),
 }
+# of presses as scorers: those that kvmux runs, and options of theirs
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in READS),
+    ("CURPress", {"leverage_type": "kv_avg", "use_random_leverage": True, "local_window_size": 7}),
+    ("CompactorPress", {"sink_size_start": 3, "blending": 0.35, "chunk_size": 100}),
+    ("ExpectedAttentionPress", {"use_covariance": False, "epsilon": 0.02, "n_future_positions": 50}),
+    ("LagKVPress", {"lag_size": 50, "cross_scoring": True}),
+    ("RandomPress", {"seed": 3}),
+    ("SnapKVPress", {"window_size": 16, "kernel_size": 9}),
+    ("StreamingLLMPress", {"n_sink": 9}),
+]
 
 
 def make_model() -> LlamaForCausalLM:
@@ -68,6 +83,7 @@ def record_press(model: LlamaForCausalLM, tokens: torch.Tensor, press: Any) -> d
     score, compress = press.score, press.compress
 
     def score_and_record(*arguments: Any) -> torch.Tensor:
+        torch.manual_seed(compute_seed(LENGTH, arguments[0].layer_idx))
         rows[-1]["scores"] = score(*arguments)[0]
         return rows[-1]["scores"][None]
 
@@ -100,7 +116,12 @@ def main(file: str, seed: int) -> None:
         for name, (press, options) in PRESSES.items()
         for ratio in RATIOS
     }
-    torch.save({"theta": THETA, "records": records}, file)
+    presses = [
+        (name, options, record_press(model, tokens, getattr(kvpress, name)(compression_ratio=ratio, **options)))
+        for name, options in OPTIONS
+        for ratio in PRESS_RATIOS
+    ]
+    torch.save({"theta": THETA, "records": records, "presses": presses}, file)
 
 
 if __name__ == "__main__":

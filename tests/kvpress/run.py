@@ -4,17 +4,22 @@ kvpress is installed into an environment of its own (.clients/kvpress), runs its
 and records keys, values, queries, scores and kept positions. Here, the scorers get the same keys, values and queries. A
 difference is explained if kvpress's own scores of the positions in question hardly differ from that of the last kept
 one, as ties and rounding may then decide; any other difference fails the check. kvpress has no R-KV.
+
+In that environment, which has what kvmux needs as well, `compressed` runs with the presses as scorers `kvpress:NAME`,
+and what it keeps is compared. Then kvmux's own tests of `compressed` run there, and texts under every press.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +33,13 @@ from plugin_kit.scorers.texts import rotate
 from tests.clients.run import environment
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TESTS = ("tests/cache_strategies/compressed", "tests/cache_strategies/scorers", "tests/kvpress/press_checks.py")
 SINKS = {"streaming_llm": 4}  # first tokens that a press keeps and the scorer leaves to the strategy
 OPTIONS: Mapping[str, dict[str, Any]] = {
     "expected_attention, mean only": {"use_covariance": False, "epsilon": 0.02},
 }  # where they are not the default ones
-RELATIVE_ROUNDING = 1e-5
+ROUNDING = 1e-5  # relative to a score
 
 
 class Result(NamedTuple):
@@ -54,20 +61,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="seed of the model and its text (default: another one in each run)")
     seed = parser.parse_args(arguments).seed
     seed = random.randrange(1 << 32) if seed is None else seed
-    print(f"seed {seed}")
-    python = environment(HERE) / "bin/python"
+    print(f"seed {seed}", flush=True)
+    run = partial(run_python, environment(HERE) / "bin/python")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "records.pt"
-        subprocess.run([str(python), str(HERE / "record.py"), str(file), str(seed)], check=True)
+        if run("-m", "tests.kvpress.record", str(file), str(seed)):
+            return 1
         recorded = torch.load(file, weights_only=True)
-    turn = partial(rotate, theta=recorded["theta"])
+        turn = partial(rotate, theta=recorded["theta"])
+        failed = print_results(chain.from_iterable(compare(*each, turn) for each in recorded["records"].items()))
+        print("\nThe same presses as scorers:", flush=True)
+        failed |= run("-m", "tests.kvpress.compare_presses", str(file)) != 0
+    failed |= run("-m", "pytest", "-p", "no:cacheprovider", f"--seed={seed}", *TESTS) != 0
+    return 1 if failed else 0
+
+
+def run_python(python: Path, *arguments: str) -> int:
+    """Run a program of this checkout in another environment; return its exit status."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([str(python), *arguments], cwd=ROOT, env=variables).returncode
+
+
+def print_results(results: Iterable[Result]) -> bool:
+    """Print a table; return whether there are differences that nothing explains."""
     print("| scorer, share dropped | layers x heads | kept | kept by both | unexplained |\n|---|---|---:|---:|---:|")
     failed = False
-    for name, record in recorded["records"].items():
-        for result in compare(name, record, turn):
-            print(result)
-            failed |= result.unexplained > 0
-    return 1 if failed else 0
+    for result in results:
+        print(result, flush=True)
+        failed |= result.unexplained > 0
+    return failed
 
 
 def compare(title: str, record: Mapping[str, Tensor], turn: Any) -> list[Result]:
@@ -115,10 +137,13 @@ def mask_of(positions: Tensor, S: int) -> Tensor:
     return torch.zeros(*positions.shape[:2], S, dtype=torch.bool).scatter_(2, positions, True)
 
 
-def count(name: str, heads: str, ours: Tensor, theirs: Tensor, pressed: Tensor) -> Result:
-    """Count the positions that both masks [layers, H, S] have, and the differences that `pressed` does not explain."""
+def count(name: str, heads: str, ours: Tensor, theirs: Tensor, pressed: Tensor, unit: float = 0.0) -> Result:
+    """Count the positions that both masks [layers, H, S] have, and the differences that `pressed` does not explain.
+
+    `unit` is how large scores are that the press has computed as differences of larger ones.
+    """
     threshold = pressed.masked_fill(~theirs, torch.inf).amin(dim=-1, keepdim=True)
-    is_tie = (pressed - threshold).abs() <= RELATIVE_ROUNDING * threshold.abs()
+    is_tie = (pressed - threshold).abs() <= ROUNDING * threshold.abs().clamp_min(unit)
     unexplained = (ours ^ theirs) & ~is_tie
     return Result(name, heads, int(theirs.sum()), int((ours & theirs).sum()), int(unexplained.sum()))
 

@@ -333,6 +333,28 @@ def test_a_compaction_that_fails_as_its_books_are_kept_is_repeated(calls: int, m
         pass
 
 
+@pytest.mark.parametrize("options", [{}, {"by_head": True}, {"by_layer": "pyramid"}], ids=str)
+def test_a_scorer_sees_how_many_keys_will_stay(options: dict[str, Any]) -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    class Noting(KNorm):
+        num_queries = None  # called at every boundary
+
+        def score(self, past: Past) -> Tensor:
+            seen.append((past.layer_idx, past.positions.shape[1], past.num_kept))
+            return super().score(past)
+
+    world = make_world([FULL] * 2, scorer="knorm", budget=20, every=16, recent=3, **options)
+    cache = world.caches["it"]
+    assert isinstance(cache, CompressedCache)
+    cache.compactor.scorer = Noting(cache.compactor.scorer.options)
+    for _ in read(world.open("it", random_text(1, 48, [FULL] * 2)), 48):
+        pass
+    budgets = {layer: cache.layout.budgets.count_kept(layer, 48) for layer in range(2)}
+    assert len(seen) == 3 * 2 * (FULL.num_kv_heads if "by_head" in options else 1)
+    assert all(kept == min(budgets[layer], total) for layer, total, kept in seen)
+
+
 def test_scores_of_a_wrong_shape_are_an_error_that_names_the_scorer() -> None:
     class Wrong(KNorm):
         def score(self, past: Past) -> Tensor:
