@@ -1,6 +1,6 @@
-// The attention of attend.h for queries, keys and values in bfloat16: scores and weighted values are products of bfloat16
-// numbers, summed in float32. Weights are rounded to bfloat16 for the second product, and rounded in the sum that
-// normalises them, too.
+// The attention of attend.h for queries, keys and values in bfloat16: scores and weighted values are products of
+// bfloat16 numbers, summed in float32. Weights are rounded to bfloat16 for the second product, and rounded in the sum
+// that normalises them, too.
 //
 // A tile of keys and one of values are rearranged once for all query rows that are computed together. The result of a
 // row depends on its position alone: other rows of a product do not affect it, and keys that it does not see add zeros.
@@ -126,8 +126,8 @@ class Bf16AttentionHead : Bf16Blocks {
   // Adds to the sums of the 16 query rows from `first` on their weights times the values of the tile's first `end`
   // keys.
   void multiply_values(int64_t first, int64_t end) {
-    products_.multiply_values(p_, v_, (end + DEPTH - 1) / DEPTH, width_, count_at(first), split_.values + first * width_,
-                              tiles_.queue());
+    products_.multiply_values(p_, v_, (end + DEPTH - 1) / DEPTH, width_, count_at(first),
+                              split_.values + first * width_, tiles_.queue());
   }
 
   int64_t count_at(int64_t first) const { return std::min(L, kv_.rows.count - first); }

@@ -87,7 +87,7 @@ class IntAttentionHead : IntBlocks {
   struct Multiplied {
     static constexpr bool IS_INT8 = std::is_same_v<KV, int8_t>;
     static constexpr int WEIGHT_BYTES = IS_INT8 ? 2 : 1;  // of an integer
-    static constexpr int STEPS = IS_INT8 ? 2 : 1;  // units of a key with one scale
+    static constexpr int STEPS = IS_INT8 ? 2 : 1;         // units of a key with one scale
     // Returns the number of scales of a vector of some chunks that are read.
     static int64_t scales(int64_t chunks) { return IS_INT8 ? 1 : 2 * chunks; }
   };
@@ -255,7 +255,8 @@ class IntAttentionHead : IntBlocks {
     __m512 sum = _mm512_load_ps(split_.totals + r * L);
     unroll<N>([&](auto j) { sum = _mm512_add_ps(sum, x[j]); });
     _mm512_store_ps(split_.totals + r * L, sum);
-    for (int64_t u = 0; u < Multiplied<V>::scales(v_chunks_); ++u) store_weights<Multiplied<V>::WEIGHT_BYTES>(x, seen, r % L, u);
+    for (int64_t u = 0; u < Multiplied<V>::scales(v_chunks_); ++u)
+      store_weights<Multiplied<V>::WEIGHT_BYTES>(x, seen, r % L, u);
   }
 
   // Stores the weights of a row, times the scales of unit u of those values that it sees, as integers relative to the
@@ -316,7 +317,7 @@ class IntAttentionHead : IntBlocks {
   alignas(64) uint8_t q_[QUERY_BYTES * ROWS * MAX_DIM];
   alignas(64) uint8_t k_[MAX_CHUNKS * RIGHT], v_[MAX_CHUNKS * RIGHT];
   alignas(64) uint8_t w_[MAX_UNITS * LEFT];  // weights of 16 rows: their bytes if there are two, else by unit
-  alignas(64) float s_[L * TILE];  // scores of 16 rows
+  alignas(64) float s_[L * TILE];            // scores of 16 rows
   Scales k_scales_, v_scales_;
   alignas(64) uint8_t v_signs_[MAX_UNITS][TILE];  // of the scales of values; see interleave_int4_values
   float w_scales_[MAX_UNITS][L];

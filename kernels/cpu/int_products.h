@@ -97,8 +97,8 @@ struct IntBlocks {
   // Interleaves chunk c of eight int4 values [dim] into two quads, like interleave_int8_values: as signed integers that
   // are multiplied by the magnitudes of scales. `signs` has a byte for each value whose bits are the sign of its
   // scale, of the first half of the group and of the second one.
-  static void interleave_int4_values(const char* const* values, int64_t c, int64_t dim, const uint8_t* const (&signs)[2],
-                                     uint8_t* to) {
+  static void interleave_int4_values(const char* const* values, int64_t c, int64_t dim,
+                                     const uint8_t* const (&signs)[2], uint8_t* to) {
     __m512i x[4];
     unroll<4>([&](auto i) { x[i] = int4_groups(values[i], values[4 + i], c, dim); });
     const Interleaved found(x);

@@ -69,7 +69,7 @@ def _format_cell(score: float, comparison: PairedComparison) -> str:
     if comparison.verdict is SuiteVerdict.TOO_HARD:
         return f"{score:.0%} {comparison.verdict}"
     low, high = (100 * end for end in (comparison.difference.low, comparison.difference.high))
-    needed = f", {comparison.samples_needed:,} samples may" if comparison.samples_needed else ""
+    needed = f" before about {comparison.samples_needed:,} samples" if comparison.samples_needed else ""
     return f"{score:.0%} [{low:+.0f} to {high:+.0f}] {comparison.verdict}{needed}"
 
 

@@ -170,7 +170,7 @@ def test_ctrl_c_reports_what_is_measured(
     [task] = json.loads(file.read_text())["suites"]["tasks"]
     assert len(task["tokens"]) == 2
     assert "| completion |       2 |" in out
-    assert "not decided, 26 samples may" in out
+    assert "not decided before about 26 samples" in out
 
 
 @pytest.mark.parametrize(
