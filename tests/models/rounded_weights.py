@@ -17,9 +17,8 @@ from kernels.weights.stored import dequantize_weight
 from server.models.formats.quantized import choose_block_format
 from server.models.weights import WeightFormat
 
-SHORT_TEXTS = torch.arange(2, 50).view(
-    6, 8
-)  # in a long one, what is rounded otherwise once is seen by all that follows
+# Of two tokens: what is rounded otherwise once, as about two numbers of 48 tokens are, is seen by all that follows
+SHORT_TEXTS = torch.arange(2, 50).view(24, 2)
 
 
 def round_weights(model: PreTrainedModel, format: WeightFormat) -> PreTrainedModel:
