@@ -147,13 +147,13 @@ def test_tokens_that_another_sequence_computes_are_waited_for() -> None:
 
 def test_forks_know_what_their_parent_knows(rng: random.Random) -> None:
     world = make_world()
-    text = random_text(1, 70, LAYERS)
+    text = random_text(1, 80, LAYERS)
     at = rng.randint(1, 40)
     parent = open_text(world, text.head(at))
     while parent.reading.left:
         read_rows([(parent, parent.reading.chunk(LENGTH))])
     parent.reading.text = text
-    reads = [parent, *(parent.fork(spliced(text, random_text(seed, 70, LAYERS), at)) for seed in (2, 3))]
+    reads = [parent, *(parent.fork(spliced(text, random_text(seed, 80, LAYERS), at)) for seed in (2, 3))]
     for i in range(6):
         read_rows([draw_row(read, rng) for read in reads])
         world.check_integrity()
