@@ -68,13 +68,13 @@ def run(flags: dict[str, Any]) -> int:
     Raises SettingsError for wrong flags or settings, for files that cannot be read or written, or for lack of memory.
     """
     options = EvaluateOptions(**{f.name: flags.pop(f.name) for f in fields(EvaluateOptions) if f.name in flags})
-    if options.quick:
-        length, texts = options.length or QUICK_LENGTH, min(options.texts, QUICK_TEXTS)
-        options = replace(options, length=length, texts=texts, records=0)
     if options.board:
         return run_board(options.board, options, pop_settings_file(flags), flags)
     if options.lengths:
         raise SettingsError("--lengths: belongs to --board; without it, give --length")
+    if options.quick:
+        length, texts = options.length or QUICK_LENGTH, min(options.texts, QUICK_TEXTS)
+        options = replace(options, length=length, texts=texts, records=0)
     check_files(options)
     engine, names = start_engine(pop_settings_file(flags), flags, options)
     try:
@@ -96,9 +96,8 @@ def run_board(folder: Path, options: EvaluateOptions, file: Path | None, flags: 
     """Measure what is missing of the board in a folder, and print where it is. Return the exit status."""
     for flag in ("length", "json", "plot", "question_at"):
         if getattr(options, flag) is not None:
-            raise SettingsError(
-                f"--{flag.replace('_', '-')}: does not belong to --board, which has --lengths and files"
-            )
+            name = flag.replace("_", "-")
+            raise SettingsError(f"--{name}: leave it out with --board, which has --lengths and files of its own")
     options = replace(
         options, strategy=options.strategy or BOARD_STRATEGIES, texts=min(options.texts, QUICK_TEXTS), records=0
     )

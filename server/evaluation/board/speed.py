@@ -22,7 +22,7 @@ TOKENS = 24  # of each stream, that are timed
 TURNS = 3
 
 
-class Timing(NamedTuple):
+class SpeedTiming(NamedTuple):
     """The seconds to the first token of the last stream, tokens a second of all, and KV memory in use meanwhile."""
 
     first_token: float
@@ -58,7 +58,7 @@ class SpeedMeter:
 
         Raises SettingsError if a strategy fails.
         """
-        timings: dict[str, list[tuple[Timing, Timing]]] = {name: [] for name in names}
+        timings: dict[str, list[tuple[SpeedTiming, SpeedTiming]]] = {name: [] for name in names}
         try:
             for name in names:  # what is computed for the first time may take longer
                 self._llm.generate([1] * 64, max_tokens=4, kv_cache=name, temperature=0, ignore_eos=True)
@@ -72,7 +72,7 @@ class SpeedMeter:
         share = neighbours.compute_share()
         return {name: summarize(each, share) for name, each in timings.items()}
 
-    def _time(self, name: str, turn: int, streams: int) -> Timing:
+    def _time(self, name: str, turn: int, streams: int) -> SpeedTiming:
         """Time texts that begin together.
 
         Requests are computed in the order in which they came, so all have had their first token when the last one has
@@ -101,10 +101,10 @@ class SpeedMeter:
             for text in texts:
                 text.close()
             instance.evict(instance.idle_bytes)
-        return Timing(first - start, streams * TOKENS / (end - first), held)
+        return SpeedTiming(first - start, streams * TOKENS / (end - first), held)
 
 
-def summarize(timings: Sequence[tuple[Timing, Timing]], others_share: float) -> SpeedFigures:
+def summarize(timings: Sequence[tuple[SpeedTiming, SpeedTiming]], others_share: float) -> SpeedFigures:
     """Return the figures of the turns, each of which is timed with one stream and with STREAMS."""
     ones, eights = zip(*timings, strict=True)
     return SpeedFigures(
