@@ -87,9 +87,8 @@ class BoardSetup(msgspec.Struct):
     strategies: dict[str, dict[str, Any]]  # kind and options by name; the first is exact
     tasks: list[str]
     samples: int  # of each task
-    texts: int  # documents of running text
-    source: str  # of running text: a file's name or "stories"
-    seed: str
+    text: dict[str, Any]  # of running text: file, documents, seed, how it is read
+    seed: str  # of samples and of the prompts that are timed
     query_aware: bool
 
 

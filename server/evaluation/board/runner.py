@@ -153,8 +153,10 @@ def make_setup(engine: Engine, names: Sequence[str], runner: SuiteRunner, option
         strategies={name: _describe_strategy(declared[name].kind, declared[name].options) for name in names},
         tasks=[task.name for task in runner.tasks],
         samples=runner.samples,
-        texts=options.texts,
-        source=str(options.text or "stories"),
+        text={
+            "source": str(options.text or "stories"),
+            **{name: getattr(options, name) for name in ("texts", "seed", "last", "row_tokens")},
+        },
         seed=runner.seed,
         query_aware=options.query_aware,
     )

@@ -38,8 +38,7 @@ def make_setup(strategies: Sequence[str], tasks: Sequence[str]) -> BoardSetup:
         {name: {"kind": "paged", "block_size": 32} for name in strategies},
         [*tasks],
         40,
-        2,
-        "stories",
+        {"source": "stories", "texts": 2},
         "0",
         False,
     )
