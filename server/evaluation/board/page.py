@@ -25,9 +25,9 @@ COLUMNS = (
 METHOD = (
     "Scores are means of the tasks. KL is the divergence from exact caching on running text, in nats a token. Bytes a "
     "token are those that a text of the length needs at most. Peak is the most KV memory that was seen in use while "
-    "tokens came. Speed is that of the engine alone, without HTTP: medians of "
-    f"{TURNS} turns over the strategies, prompts of random tokens that no cache has; {TOKENS} tokens of each stream "
-    f"are timed, with {STREAMS} streams after all have had their first one."
+    f"tokens came. Speed is that of the engine alone, without HTTP: medians of {TURNS} turns over all strategies. "
+    "Prompts are random tokens that no cache has, as many as the length has beside room for an answer; "
+    f"{TOKENS} tokens of each stream are timed, with {STREAMS} streams after all have had their first one."
 )
 
 

@@ -92,8 +92,13 @@ class BoardRunner:
         return True
 
     def _open_board(self, setup: BoardSetup) -> Board:
-        board = load_board(self._folder) or Board(FORMAT, "", 0.0, setup, [])
-        board.margin = self._options.margin / 100
+        """Return the board of the folder, or a new one. A margin changes no cell, only what follows from them."""
+        margin = self._options.margin / 100
+        board = load_board(self._folder) or Board(FORMAT, "", margin, setup, [])
+        if board.margin != margin:
+            check_same_setup(board.setup, setup, self._folder)
+            board.margin = margin
+            write_files(self._folder, make_files(board))
         return board
 
     # ---------------------------------------------------------------- cells

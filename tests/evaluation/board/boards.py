@@ -15,6 +15,7 @@ from server.evaluation.board.data import (
 )
 
 RIGHT, WRONG = [1.0] * 40, [0.0] * 40
+KIND = {"kind": "paged", "block_size": 32}  # of every strategy
 
 
 def make_quality(
@@ -29,19 +30,10 @@ def make_speed(rate: float = 10.0, others_share: float = 0.0) -> SpeedFigures:
 
 
 def make_setup(strategies: Sequence[str], tasks: Sequence[str]) -> BoardSetup:
-    return BoardSetup(
-        "model <1>",
-        "0123456789abcdef",
-        {"version": "1.0.0", "torch": "2"},
-        {"processor": "a processor", "processors": 2},
-        {"dtype": "bfloat16", "weights": "gguf", "threads": 2},
-        {name: {"kind": "paged", "block_size": 32} for name in strategies},
-        [*tasks],
-        40,
-        {"source": "stories", "texts": 2},
-        "0",
-        False,
-    )
+    version, machine = {"version": "1.0.0", "torch": "2"}, {"processor": "a processor", "processors": 2}
+    engine, kinds = {"dtype": "bfloat16", "weights": "gguf", "threads": 2}, dict.fromkeys(strategies, KIND)
+    text = {"source": "stories", "texts": 2}
+    return BoardSetup("model <1>", "0123ef", version, machine, engine, kinds, [*tasks], 40, text, "0", False)
 
 
 def make_board(cells: Mapping[str, QualityFigures], *, length: int = 4096, speed: bool = True) -> Board:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from server.evaluation.board.data import Board, check_same_setup, encode_board, 
 from server.evaluation.board.runner import choose_lengths
 from server.evaluation.board.speed import TURNS
 from server.evaluation.suites.registry import TASKS
-from server.evaluation.suites.task import SuiteTask
-from tests.evaluation.board.boards import RIGHT, make_board, make_quality
+from tests.evaluation.board.boards import KIND, RIGHT, make_board, make_quality
 
 SMALL = "paged:k_dtype=int8,v_dtype=int4"
 SMALL_NAME = "paged-k_dtypeint8-v_dtypeint4"
@@ -39,22 +38,18 @@ def read(folder: Path) -> dict[str, Any]:
     return found
 
 
-def interrupt_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupt_after(answers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Press Ctrl-C while the answer after so many is scored."""
     task = TASKS["completion"]
-    monkeypatch.setitem(TASKS, "completion", replace(task, score=count_calls(task, calls)))
-
-
-def count_calls(task: SuiteTask, most: int) -> Callable[..., float]:
     scored: list[str] = []
 
-    def score(answer: str, right: Any) -> float:
+    def score(answer: str, right: Sequence[str]) -> float:
         scored.append(answer)
-        if len(scored) > most:
+        if len(scored) > answers:
             raise KeyboardInterrupt
         return task.score(answer, right)
 
-    return score
+    monkeypatch.setitem(TASKS, "completion", replace(task, score=score))
 
 
 def test_a_run_is_interrupted_goes_on_and_ends(
@@ -113,7 +108,6 @@ def check_figures(exact: dict[str, Any], small: dict[str, Any]) -> None:
         (("--lengths", "4096"), "--lengths: should be at most 2,048, the context of the model"),
         (("--lengths", "140"), "--length: too short for completion"),
         (("--length", "512"), "--length: leave it out with --board"),
-        (("--json", "a.json"), "--json: leave it out with --board"),
         (("--kv-memory", "4MiB", "--lengths", "512"), "raise --kv-memory"),
     ],
 )
@@ -124,11 +118,6 @@ def test_what_cannot_be_measured_is_refused(
     assert (code, out) == (2, "")
     assert message in err.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_lengths_belong_to_a_board(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", "--lengths", "512"]) == 2
-    assert "--lengths: belongs to --board" in capsys.readouterr().err
 
 
 def test_lengths_are_those_that_the_model_has_room_for() -> None:
@@ -142,12 +131,6 @@ def test_lengths_are_those_that_the_model_has_room_for() -> None:
 
 def small_board() -> Board:
     return make_board({"exact": make_quality({"easy": RIGHT}), "other": make_quality({"easy": RIGHT})})
-
-
-def test_a_board_comes_back_from_its_file(tmp_path: Path) -> None:
-    assert load_board(tmp_path) is None
-    (tmp_path / "board.json").write_bytes(encode_board(small_board()))
-    assert load_board(tmp_path) == small_board()
 
 
 @pytest.mark.parametrize(
@@ -164,10 +147,10 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "b"}, "model: model <1> there, b now"),
-        ({"digest": "fe"}, "digest: 0123456789abcdef there, fe now"),
+        ({"digest": "fe"}, "digest: 0123ef there, fe now"),
         ({"version": {"version": "1.0.0", "torch": "3"}}, "version torch: 2 there, 3 now"),
         ({"samples": 41}, "samples: 40 there, 41 now"),
+        ({"strategies": {"other": KIND, "exact": KIND}}, "strategies: in another order"),
         ({"strategies": {"exact": {"kind": "quest"}}}, "strategies exact: .*; strategies other: .* there, none now"),
     ],
 )
@@ -176,10 +159,3 @@ def test_another_setup_is_refused_with_what_differs(tmp_path: Path, changes: dic
     check_same_setup(setup, small_board().setup, tmp_path)
     with pytest.raises(SettingsError, match=message):
         check_same_setup(setup, msgspec.structs.replace(setup, **changes), tmp_path)
-
-
-def test_another_order_is_refused_as_the_first_strategy_is_exact(tmp_path: Path) -> None:
-    setup = small_board().setup
-    turned = msgspec.structs.replace(setup, strategies=dict(reversed(setup.strategies.items())))
-    with pytest.raises(SettingsError, match="strategies: in another order"):
-        check_same_setup(setup, turned, tmp_path)

@@ -83,12 +83,6 @@ def test_what_is_not_decided_says_from_how_many_samples_on() -> None:
     assert "answer worse" in describe(a=WRONG, b=WRONG)
 
 
-def test_as_much_memory_is_no_advice() -> None:
-    alike = make_quality({"easy": RIGHT}, kv_bytes=1000)
-    board = make_board({"exact": make_quality({"easy": RIGHT}, exact=True), "contiguous": alike})
-    assert "no strategy in less memory is known" in describe_length(board, 4096)
-
-
 def hard_board(*kls: float) -> Board:
     cells = {f"kl{kl:g}": make_quality({"hard": WRONG}, kv_bytes=400 - i, kl=kl) for i, kl in enumerate(kls)}
     return make_board({"exact": make_quality({"hard": WRONG}, exact=True), **cells})
