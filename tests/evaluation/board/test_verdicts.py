@@ -101,4 +101,3 @@ def test_running_text_decides_where_all_tasks_are_too_hard() -> None:
 def test_one_strategy_is_compared_with_none() -> None:
     board = make_board({"exact": EXACT})
     assert describe_length(board, 4096) == "For texts up to 4,096 tokens nothing is compared yet."
-    assert describe_length(board, 1024) == "For texts up to 1,024 tokens nothing is compared yet."
