@@ -6,6 +6,7 @@ is built and running text is read, `BoardSource` says.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -64,6 +65,7 @@ class BoardRunner:
         """
         try:
             for length in lengths:
+                gc.collect()  # an engine may have cycles, and the next one needs its memory
                 if not self._run_length(length, len(lengths)):
                     return False
         except KeyboardInterrupt:

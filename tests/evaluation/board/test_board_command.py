@@ -79,7 +79,8 @@ def test_a_run_is_interrupted_goes_on_and_ends(
 
     with monkeypatch.context() as patch:
         interrupt_after(0, patch)
-        assert run(capsys, folder, *STRATEGIES)[0] == 0
+        assert run(capsys, folder, *STRATEGIES, "--margin", "5")[0] == 0
+    found["margin"] = 0.05
     assert read(folder) == found
 
     code, out, err = run(capsys, folder, "--strategy", "paged", "--strategy", "paged:k_dtype=int8,v_dtype=int8")
@@ -98,7 +99,6 @@ def check_figures(exact: dict[str, Any], small: dict[str, Any]) -> None:
         assert cell["speed"]["held_bytes_1"] <= cell["quality"]["kv_bytes"]
     assert (exact["quality"]["exact"], small["quality"]["exact"]) == (True, False)
     assert exact["quality"]["kl_mean"] == 0 < small["quality"]["kl_mean"] < small["quality"]["kl_p99"]
-    assert small["quality"]["kv_bytes"] < 0.5 * exact["quality"]["kv_bytes"]
 
 
 # ---------------------------------------------------------------- refusals
