@@ -3,6 +3,7 @@
 #   make serve ARGS="--port 9000"        any flag of `kvmux serve`
 #   make test ARGS="tests/cli -x"        any argument of pytest
 #   make models MODELS=smollm2           which real models to fetch; all by default
+#   make board BOARDS=folder             where the boards are written; `boards` by default
 #   make fuzz SECONDS=60                 seconds to run, if no test fails before
 #   make test THOROUGH_SHARE=1           all tests with thousands of cases, not a share of them drawn anew in each run
 #   make test PROCESSES=4                processes for the tests that compute; 0: one for all tests, for debuggers
@@ -24,6 +25,7 @@ PROCESSES ?= 2
 APART_PROCESSES ?= $(if $(filter 0,$(PROCESSES)),0,3)
 THOROUGH_SHARE ?= 0.25
 SECONDS ?= 600
+BOARDS ?= boards
 URL ?= http://127.0.0.1:8000
 
 PY := $(VENV)/bin/python
@@ -44,7 +46,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-rest test-fast test-real test-metal prometheus chromium test-slow test-clients test-ray test-kvpress check check-workflows check-metal format models bench bench-peers bench-types validate compare load fuzz chaos soak clean
+.PHONY: help install serve test test-rest test-fast test-real test-metal prometheus chromium test-slow test-clients test-ray test-kvpress check check-workflows check-metal format models bench bench-peers bench-types validate board compare load fuzz chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -123,6 +125,11 @@ bench-types: $(VENV)/.base  ## measure a model in every type of GGUF file (ARGS=
 
 validate: $(VENV)/.with-validate  ## compare the results of every strategy with llama.cpp's (ARGS=--help)
 	$(PY) -m tools.bench validation $(ARGS)
+
+board: $(VENV)/.base  ## measure the board of each real model in .models, for hours; the same command goes on (BOARDS=folder)
+	for model in .models/*.gguf; do \
+	  $(VENV)/bin/kvmux evaluate --model $$model --board $(BOARDS)/$$(basename $$model .gguf) $(ARGS) || exit $$?; \
+	done
 
 compare: $(VENV)/.with-evaluate  ## compare all strategies under load in an HTML report; needs `make prometheus` (ARGS=--help)
 	$(PY) -m tools.comparison $(ARGS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -30,7 +29,7 @@ from kernels.tracing import OpTimer, Tracer, trace_ops
 from server.cli.standard_streams import print_safely
 from server.engine.device import CORES, choose_device
 from server.processes.cgroups import read_memory_limit
-from server.profiling.machine import measure_read_bandwidth
+from server.profiling.machine import measure_read_bandwidth, read_processor_name
 
 REPORT = Path("kvmux-doctor.json")
 PACKAGES = ("kvmux", "torch", "transformers", "tokenizers", "fastapi", "uvicorn", "numpy")
@@ -86,7 +85,7 @@ def make_report() -> dict[str, dict[str, str]]:
 def _describe_machine() -> Iterator[tuple[str, str]]:
     memory = psutil.virtual_memory()
     yield "system", platform.platform()
-    yield "processor", _read_processor_name()
+    yield "processor", read_processor_name()
     yield (
         "cores",
         f"{psutil.cpu_count(logical=False)}, {psutil.cpu_count()} threads; kvmux uses {CORES}",
@@ -96,18 +95,6 @@ def _describe_machine() -> Iterator[tuple[str, str]]:
     if (limit := read_memory_limit()) is not None:
         yield "memory limit", f"{limit.total / 2**30:.1f} GiB, {limit.free / 2**30:.1f} GiB free"
     yield "memory reads", f"{measure_read_bandwidth(torch.ones(PROBE_BYTES // 4)) / 1e9:.1f} GB/s"
-
-
-def _read_processor_name() -> str:
-    if platform.system() == "Darwin":
-        return subprocess.run(
-            ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _describe_devices() -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,18 @@ from cache_strategies.errors import StrategyError
 from cache_strategies.registry import list_kinds
 from cache_strategies.scorers import list_scorers
 from config.errors import SettingsError, convert_write_errors
+from config.presets import PRESETS
 from config.settings import Settings, StrategySettings, load_settings
 from server.cli.flags import pop_settings_file
 from server.engine.build import Engine, build_engine
 from server.engine.core import Core
 from server.engine.instance import Instance
 from server.evaluation import documents
+from server.evaluation.board.data import FILE as BOARD_FILE
+from server.evaluation.board.page import PAGE as BOARD_PAGE
+from server.evaluation.board.page import TABLE as BOARD_TABLE
+from server.evaluation.board.runner import BoardRunner, BoardSource, choose_lengths
+from server.evaluation.board.speed import STREAMS
 from server.evaluation.compare import Fidelity, compare
 from server.evaluation.documents import Document
 from server.evaluation.flags import EvaluateOptions
@@ -41,6 +48,17 @@ INTERRUPTED = 130  # exit status after Ctrl-C, as of shells
 MIN_QUESTION_AT = 128  # tokens; records that are much shorter have no question far from its fact
 MAX_ANSWER_TOKENS = 32  # room for an answer after the question
 QUICK_TEXTS = 2  # documents of running text with --quick
+# Of a board for which no strategies are given
+BOARD_STRATEGIES = (
+    *PRESETS,
+    "paged:k_dtype=int8,v_dtype=int8",
+    "paged:k_dtype=int4,v_dtype=int4",
+    "residual",
+    "compressed:scorer=keydiff,budget=0.5",
+    "compressed:scorer=keydiff,budget=0.25",
+    "sliding_window:window=512",
+)
+INTERRUPTED_BOARD = "Interrupted; the same command goes on."
 MAX_LOGITS = 1 << 26  # maximum number of logits of a step, of all its tokens; softmax takes a few times their memory
 
 
@@ -50,6 +68,10 @@ def run(flags: dict[str, Any]) -> int:
     Raises SettingsError for wrong flags or settings, for files that cannot be read or written, or for lack of memory.
     """
     options = EvaluateOptions(**{f.name: flags.pop(f.name) for f in fields(EvaluateOptions) if f.name in flags})
+    if options.board:
+        return run_board(options.board, options, pop_settings_file(flags), flags)
+    if options.lengths:
+        raise SettingsError("--lengths: belongs to --board; without it, give --length")
     if options.quick:
         length, texts = options.length or QUICK_LENGTH, min(options.texts, QUICK_TEXTS)
         options = replace(options, length=length, texts=texts, records=0)
@@ -68,6 +90,38 @@ def run(flags: dict[str, Any]) -> int:
     if unsaved:
         raise SettingsError("; ".join(unsaved))
     return INTERRUPTED if report.suites is not None and report.suites.is_interrupted else 0
+
+
+def run_board(folder: Path, options: EvaluateOptions, file: Path | None, flags: Mapping[str, Any]) -> int:
+    """Measure what is missing of the board in a folder, and print where it is. Return the exit status."""
+    for flag in ("length", "json", "plot", "question_at"):
+        if getattr(options, flag) is not None:
+            name = flag.replace("_", "-")
+            raise SettingsError(f"--{name}: leave it out with --board, which has --lengths and files of its own")
+    options = replace(
+        options, strategy=options.strategy or BOARD_STRATEGIES, texts=min(options.texts, QUICK_TEXTS), records=0
+    )
+    settings = resolve_model_settings(load_settings(file, flags))
+    lengths = choose_lengths(options.lengths, read_model_info(Path(settings.model), settings.model_impl).max_positions)
+    with convert_write_errors("--board", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def start(length: int) -> tuple[Engine, list[str]]:
+        return start_engine(file, flags, replace(options, length=length))
+
+    def read_text(engine: Engine, names: Sequence[str], bars: Progress) -> Sequence[StrategyResult]:
+        return evaluate(engine, names, replace(options, length=engine.max_seq_len), bars).results
+
+    try:
+        with make_progress_bar() as bars:
+            is_whole = BoardRunner(folder, options, BoardSource(start, read_text), bars).run(lengths)
+    except StrategyError as error:
+        raise SettingsError(str(error)) from error
+    table = folder / BOARD_TABLE
+    if table.exists():
+        print(table.read_text(encoding="utf-8"))
+    print(f"{folder / BOARD_FILE}, {table}, {folder / BOARD_PAGE}" if is_whole else INTERRUPTED_BOARD)
+    return 0 if is_whole else INTERRUPTED
 
 
 def check_files(options: EvaluateOptions) -> None:
@@ -157,7 +211,7 @@ def nest_options(options: Mapping[str, str]) -> dict[str, Any]:
 def select_strategies(settings: Settings, wanted: Sequence[str]) -> dict[str, StrategySettings]:
     """Return the strategies that `wanted` lists, by name, or all instances in the settings if it is empty.
 
-    A kind without an instance of its name stands for one with its default options.
+    A kind without an instance of its name stands for one with its default options, and so does a preset.
 
     Raises SettingsError if a name is unknown, or if a new instance would get the name of another one.
     """
@@ -166,6 +220,8 @@ def select_strategies(settings: Settings, wanted: Sequence[str]) -> dict[str, St
         name, options = parse_strategy(text)
         if not options and name not in settings.strategies and name in list_kinds():
             options = {"kind": name}
+        if not options and name not in settings.strategies and name in PRESETS:
+            options = dict(PRESETS[name].settings)
         if options and name in settings.strategies:
             raise SettingsError(
                 f"--strategy {text!r}: an instance {name} already exists; give --strategy {name}, or rename it"
@@ -210,7 +266,7 @@ def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateO
                 "default_strategy": BASELINE,
                 "rules": [],
                 "max_seq_len": max_seq_len,
-                "max_num_seqs": len(all_of_them),
+                "max_num_seqs": max(len(all_of_them), STREAMS) if options.board else len(all_of_them),
             }
         )
     )
@@ -227,21 +283,26 @@ def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateO
     return engine, names
 
 
-def evaluate(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> EvaluationReport:
-    """Run the model on all documents under the named strategies; compare their results with those of the first one."""
+def evaluate(
+    engine: Engine, names: Sequence[str], options: EvaluateOptions, bars: Progress | None = None
+) -> EvaluationReport:
+    """Run the model on all documents under the named strategies; compare their results with those of the first one.
+
+    The progress is shown among `bars` if there are any.
+    """
     core, length = engine.core, options.length or engine.max_seq_len
     instances = [core.instances[name] for name in names]
     row_tokens = compute_max_row_tokens(core, instances)
     row_tokens = min(options.row_tokens or row_tokens, row_tokens)
     longest_row = 0
     text, records = read_documents(engine, options)
-    with make_progress_bar() as bars:
-        task = bars.add_task("reading", total=sum(len(d.ids) - 1 for d in (*text, *records)))
+    with nullcontext(bars) if bars else make_progress_bar() as shown:
+        task = shown.add_task("reading", total=sum(len(d.ids) - 1 for d in (*text, *records)))
 
         def count_step(num_tokens: int) -> None:
             nonlocal longest_row
             longest_row = max(longest_row, num_tokens)
-            bars.advance(task, num_tokens)
+            shown.advance(task, num_tokens)
 
         fidelities: list[Sequence[Fidelity]] = [
             compare(core.model, instances, each, row_tokens=row_tokens, last=last, on_tokens_read=count_step)

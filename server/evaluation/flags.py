@@ -25,6 +25,7 @@ examples:
   kvmux evaluate --strategy contiguous --strategy sliding_window:window=64,sinks=0 --strategy sliding_window:window=256
   kvmux evaluate --strategy my_package:MyCache:window=256 --strategy compressed:scorer=my_package:MyScorer,budget=0.25
   kvmux evaluate --model models/my-model --strategy small --suite ruler --suite tool_calls --length 4096
+  kvmux evaluate --model models/my-model --board boards/my-model --lengths 1024 4096
   kvmux evaluate --model models/my-model --text book.txt --length 4096 --json report.json --plot report.png
 """
 
@@ -100,6 +101,16 @@ class EvaluateOptions:
         False, SWITCH, "let strategies see the question before they drop keys at its end; otherwise only the context"
     )
 
+    board: Path | None = flag(
+        None,
+        Kind("FOLDER", Path),
+        "measure strategies x lengths: answers (--suite, default: quick), KL, memory and speed, into board.json, "
+        "board.md and board.html of this folder; the same command again goes on after an interruption",
+    )
+    lengths: Sequence[int] = flag(
+        (), COUNT, "tokens of the texts of --board (default: 1024 4096 where the model has room)", nargs="+"
+    )
+
     @property
     def has_suites(self) -> bool:
-        return bool(self.suite) or self.quick
+        return bool(self.suite) or self.quick or self.board is not None

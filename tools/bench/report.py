@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from server.profiling.background_load import BUSY_THRESHOLD
+from server.profiling.machine import read_processor_name
 from server.version import get_version
 from tools.bench.runner import (
     ENOUGH_TURNS,
@@ -256,15 +257,6 @@ def format_number(value: float, digits: int = 3) -> str:
     if value and abs(value) < 1:
         return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def read_processor_name() -> str:
-    """Return the processor's name, or its architecture if the system does not report the name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 # ---------------------------------------------------------------- JSON

@@ -29,8 +29,8 @@ from loadtest.bench.client import ServerError
 from loadtest.listing import ListingError
 from server.evaluation.command import make_progress_bar, select_strategies
 from server.models.files.directory import resolve_model_settings
+from server.profiling.machine import read_processor_name
 from server.version import get_version
-from tools.bench.report import read_processor_name
 from tools.comparison.fidelity import evaluate
 from tools.comparison.measure import SCRAPE_INTERVAL, CellMeter
 from tools.comparison.plan import Plan

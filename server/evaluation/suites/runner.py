@@ -72,12 +72,16 @@ class SuiteRunner:
                 f"--length: too short for {listed}: make it {max(needed.values()):,}, or choose other tasks by --suite"
             )
 
-    def run(self, on_sample: Callable[[str], object] = lambda name: None) -> list[TaskScores]:
-        """Return the scores of the tasks; after Ctrl-C those that there are.
+    def run(
+        self, on_sample: Callable[[str], object] = lambda name: None, *, names: Sequence[str] | None = None
+    ) -> list[TaskScores]:
+        """Return the scores of the tasks under all strategies or those of `names`; after Ctrl-C those that there are.
 
-        `on_sample` is called with the task's name after each sample. Raises SettingsError if a strategy fails.
+        The samples are the same for any `names`. `on_sample` is called with the task's name after each sample. Raises
+        SettingsError if a strategy fails.
         """
-        scores = [TaskScores(task, {name: [] for name in self.names}) for task in self.tasks]
+        names = self.names if names is None else names
+        scores = [TaskScores(task, {name: [] for name in names}) for task in self.tasks]
         try:
             sizes = {task.name: self._writer.find_size(task, self.seed) for task in self.tasks}
             for number in range(self.samples):  # by turns, so that an end before the last sample ends all tasks alike
@@ -95,23 +99,23 @@ class SuiteRunner:
         task = scores.task
         sample = self._writer.draw_fitting(task, self.seed, number, size)
         prompts = self._writer.write(sample, task.asking)
-        answers = [self._ask(sample, prompt) for prompt in prompts]
+        answers = [self._ask(sample, prompt, list(scores.by_strategy)) for prompt in prompts]
         found = {
             name: fmean(
                 task.score(answer[name], prompt.turn.answers) for answer, prompt in zip(answers, prompts, strict=True)
             )
-            for name in self.names
+            for name in scores.by_strategy
         }
         scores.tokens.append(max(len(prompt.ids) for prompt in prompts))
         for name, score in found.items():
             scores.by_strategy[name].append(score)
 
-    def _ask(self, sample: TaskSample, prompt: SuitePrompt) -> dict[str, str]:
+    def _ask(self, sample: TaskSample, prompt: SuitePrompt, names: Sequence[str]) -> dict[str, str]:
         """Return each strategy's answer to a prompt."""
         grammar = self._writer.make_grammar(sample, prompt)
         streams: dict[str, TokenStream] = {}
         try:
-            for name in self.names:
+            for name in names:
                 streams[name] = self._llm.stream(
                     prompt.ids,
                     max_tokens=sample.max_tokens,

@@ -1,0 +1,175 @@
+"""Shows a board as a table in Markdown and as an HTML page that needs no network, no script and no other file."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, StrictUndefined
+
+from config.tables import format_table
+from server.evaluation.board.data import FILE, Board, BoardCell, encode_board
+from server.evaluation.board.speed import STREAMS, TOKENS, TURNS
+from server.evaluation.board.verdicts import describe_length, find_pareto_line, judge, mean_score
+from server.profiling.background_load import format_warning
+
+TABLE, PAGE = "board.md", "board.html"
+TEMPLATE = Path(__file__).with_name("board.html.jinja")
+MISSING = "-"
+LEAST_KL = 1e-6  # nats a token, at which exact strategies are drawn on the logarithmic axis
+COLUMNS = (
+    *("score", "KL", "KL median", "KL 99 %", "top-1", "bytes a token", "of exact", f"peak MiB, {STREAMS} streams"),
+    *("first token, s", "tokens/s, 1 stream", f"tokens/s, {STREAMS} streams"),
+)
+METHOD = (
+    "Scores are means of the tasks. KL is the divergence from exact caching on running text, in nats a token. Bytes a "
+    "token are those that a text of the length needs at most. Peak is the most KV memory that was seen in use while "
+    f"tokens came. Speed is that of the engine alone, without HTTP: medians of {TURNS} turns over all strategies. "
+    "Prompts are random tokens that no cache has, as many as the length has beside room for an answer; "
+    f"{TOKENS} tokens of each stream are timed, with {STREAMS} streams after all have had their first one."
+)
+
+
+class ScatterPoint(NamedTuple):
+    """A strategy in the picture, at places in pixels."""
+
+    name: str
+    x: float
+    y: float
+    label_y: float  # where its name stands
+    on_line: bool
+
+
+class Scatter(NamedTuple):
+    """A picture of bytes a token against KL, with the Pareto line, in pixels."""
+
+    width: int
+    height: int
+    bottom: float
+    left: float
+    points: list[ScatterPoint]
+    line: str  # the points of the Pareto line, as SVG writes them
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+
+
+def make_files(board: Board) -> dict[str, bytes]:
+    """Return the contents of a board's files by name."""
+    return {FILE: encode_board(board), TABLE: make_table(board).encode(), PAGE: make_page(board).encode()}
+
+
+def make_table(board: Board) -> str:
+    """Return the board in GitHub's Markdown: sentences and a table for each length."""
+    parts = [f"# {board.setup.model}", describe_setup(board)]
+    for length in board.lengths:
+        rows = [[cell.strategy, *row] for cell, row in _list_rows(board, length)]
+        table = format_table(["strategy", *board.setup.tasks], COLUMNS, rows)
+        parts += [f"## {length:,} tokens", describe_length(board, length), table]
+    return "\n\n".join([*parts, METHOD, *find_warnings(board)]) + "\n"
+
+
+def make_page(board: Board) -> str:
+    """Return the board as HTML, which also has all figures of board.json."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    lengths = [
+        {
+            "title": f"{length:,} tokens",
+            "sentence": describe_length(board, length),
+            "rows": _list_rows(board, length),
+            "scatter": place_points(board.list_cells(length)),
+        }
+        for length in board.lengths
+    ]
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        board=board,
+        setup=describe_setup(board),
+        lengths=lengths,
+        columns=[*board.setup.tasks, *COLUMNS],
+        method=METHOD,
+        warnings=find_warnings(board),
+        figures=encode_board(board).decode(),
+    )
+
+
+def describe_setup(board: Board) -> str:
+    """Return how the board was measured, in a line."""
+    setup = board.setup
+    return (
+        f"kvmux {setup.version['version']}, {setup.engine['dtype']}, weights {setup.engine['weights']}, "
+        f"{setup.engine['threads']} threads of {setup.machine['processor']}; {setup.samples} samples of each task, "
+        f"seed {setup.seed}; files {setup.digest}; {board.date[:10]}"
+    )
+
+
+def find_warnings(board: Board) -> list[str]:
+    """Return a warning for each length whose speed was measured on a busy machine."""
+    shares = {cell.length: cell.speed.others_share for cell in board.cells if cell.speed is not None}
+    warnings = {length: format_warning(share) for length, share in shares.items()}
+    return [f"Speed at {length:,} tokens: {warning}." for length, warning in warnings.items() if warning]
+
+
+# ---------------------------------------------------------------- rows
+def _list_rows(board: Board, length: int) -> list[tuple[BoardCell, list[str]]]:
+    """Return the cells of a length, each with its row: a verdict for each task, and the figures of COLUMNS."""
+    exact = board.find_cell(length, board.exact)
+    return [
+        (cell, [*_format_tasks(board, exact, cell), *_format_figures(exact, cell)]) for cell in board.list_cells(length)
+    ]
+
+
+def _format_tasks(board: Board, exact: BoardCell | None, cell: BoardCell) -> list[str]:
+    scores = {task: f"{mean_score(cell, task):.0%}" for task in board.setup.tasks}
+    if exact is None or exact is cell:
+        return list(scores.values())
+    comparisons = judge(exact.quality, cell.quality, board.margin).tasks
+    return [f"{score} {comparisons[task].verdict}" for task, score in scores.items()]
+
+
+def _format_figures(exact: BoardCell | None, cell: BoardCell) -> list[str]:
+    quality, speed = cell.quality, cell.speed
+    share = MISSING if exact is None else f"{quality.kv_bytes / exact.quality.kv_bytes:.2f}"
+    kls = (_format_nats(each) for each in (quality.kl_mean, quality.kl_median, quality.kl_p99))
+    memory = f"{quality.kv_bytes / cell.length:,.0f}"
+    figures = [f"{quality.score:.0%}", *kls, f"{quality.top1_agreement:.2%}", memory, share]
+    if speed is None:
+        return [*figures, *[MISSING] * (len(COLUMNS) - len(figures))]
+    rates = (_format_number(rate) for rate in (speed.first_token, speed.rate_1, speed.rate_8))
+    return [*figures, f"{speed.held_bytes_8 / 2**20:,.1f}", *rates]
+
+
+def _format_number(value: float) -> str:
+    """Return a number with three digits, or as an integer from 100 on."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _format_nats(value: float) -> str:
+    return "0" if abs(value) < 1e-9 else f"{value:.2g}"
+
+
+# ---------------------------------------------------------------- the picture
+def place_points(cells: list[BoardCell], width: int = 760, height: int = 360) -> Scatter:
+    """Return the picture of some cells; the exact ones are at its bottom."""
+    left, right, top, bottom, label = 60.0, width - 190.0, 14.0, height - 40.0, 13.0
+    values = {
+        each.strategy: (each.quality.kv_bytes / each.length, max(each.quality.kl_mean, LEAST_KL)) for each in cells
+    }
+    most = 1.05 * max(memory for memory, _ in values.values())
+    low, high = math.log10(LEAST_KL), max(math.ceil(math.log10(max(kl for _, kl in values.values()))), -2)
+
+    def place(memory: float, kl: float) -> tuple[float, float]:
+        x = left + (right - left) * memory / most
+        return round(x, 1), round(bottom - (bottom - top) * (math.log10(kl) - low) / (high - low), 1)
+
+    pareto = find_pareto_line(values)
+    points: list[ScatterPoint] = []
+    for name, value in sorted(values.items(), key=lambda each: each[1][1]):  # from the bottom up
+        x, y = place(*value)
+        label_y = y
+        while any(abs(label_y - each.label_y) < label and abs(x - each.x) < 190 for each in points):
+            label_y -= 1
+        points.append(ScatterPoint(name, x, y, round(label_y, 1), name in pareto))
+    line = " ".join("{},{}".format(*place(*values[name])) for name in pareto)
+    x_ticks = [(place(share * most, 1)[0], f"{share * most:,.0f}") for share in (0.25, 0.5, 0.75, 1)]
+    y_ticks = [(place(most, 10.0**power)[1], f"{10.0**power:g}") for power in range(round(low), high + 1)]
+    return Scatter(width, height, bottom, left, points, line, x_ticks, y_ticks)
