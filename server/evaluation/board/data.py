@@ -25,6 +25,10 @@ class TaskFigures(msgspec.Struct):
     scores: list[float]  # from 0 to 1
     tokens: list[int]  # of the longest prompt of each sample
 
+    @property
+    def score(self) -> float:
+        return fmean(self.scores)
+
 
 class QualityFigures(msgspec.Struct):
     """What a strategy answers and keeps, beside exact caching."""
@@ -41,7 +45,7 @@ class QualityFigures(msgspec.Struct):
     @property
     def score(self) -> float:
         """The mean over the tasks of their mean scores."""
-        return fmean(fmean(task.scores) for task in self.tasks.values())
+        return fmean(task.score for task in self.tasks.values())
 
 
 class SpeedFigures(msgspec.Struct):

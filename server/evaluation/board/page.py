@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from config.tables import format_table
 from server.evaluation.board.data import FILE, Board, BoardCell, encode_board
 from server.evaluation.board.speed import STREAMS, TOKENS, TURNS
-from server.evaluation.board.verdicts import describe_length, find_pareto_line, judge, mean_score
+from server.evaluation.board.verdicts import describe_length, find_pareto_line, judge
 from server.profiling.background_load import format_warning
 
 TABLE, PAGE = "board.md", "board.html"
@@ -119,7 +119,7 @@ def _list_rows(board: Board, length: int) -> list[tuple[BoardCell, list[str]]]:
 
 
 def _format_tasks(board: Board, exact: BoardCell | None, cell: BoardCell) -> list[str]:
-    scores = {task: f"{mean_score(cell, task):.0%}" for task in board.setup.tasks}
+    scores = {task: f"{cell.quality.tasks[task].score:.0%}" for task in board.setup.tasks}
     if exact is None or exact is cell:
         return list(scores.values())
     comparisons = judge(exact.quality, cell.quality, board.margin).tasks

@@ -6,7 +6,6 @@ Plain computation on the figures: knows neither the engine nor how pages look.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 from server.evaluation.board.data import Board, BoardCell, QualityFigures
@@ -134,8 +133,3 @@ def _compare_speed(exact: BoardCell, other: BoardCell) -> str:
     if exact.speed is None or other.speed is None:
         return ""
     return f" at {other.speed.rate_8 / exact.speed.rate_8:.2f} of the speed with 8 streams"
-
-
-def mean_score(cell: BoardCell, task: str) -> float:
-    """Return the mean score of a task."""
-    return fmean(cell.quality.tasks[task].scores)
