@@ -43,6 +43,11 @@ class GuardSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+    board: bool = Field(
+        False,
+        description="take the bounds of divergence and times from what `kvmux evaluate --board` has measured, in the "
+        'folder of the setting `board`, where this table has none; `guard = "board"` is short for this key alone',
+    )
     kl_mean: float | None = Field(
         0.05,
         gt=0,
@@ -95,6 +100,15 @@ class GuardSettings(BaseModel):
         """Return None for "off": TOML has no null."""
         return None if value == "off" else value
 
+    def fill(self, bounds: Mapping[str, float]) -> GuardSettings:
+        """Return this guard with further bounds, by name, where it was given none."""
+        return self.model_copy(update={k: bound for k, bound in bounds.items() if k not in self.model_fields_set})
+
+
+def read_guard(value: Any) -> Any:
+    """Return the table for which the word "board" stands; whatever else is given stays."""
+    return {"board": True} if value == "board" else value
+
 
 class RolloutSettings(BaseModel):
     """A staged roll-out: requests that are served by one instance are served by another one, a growing share of them.
@@ -115,7 +129,10 @@ class RolloutSettings(BaseModel):
         description="shares of the requests that `to` serves, one for each stage, rising",
     )
     hold: Duration = Field(600.0, ge=0, le=MAX_HOLD, description="least length of each stage")
-    guard: GuardSettings = Field(default_factory=GuardSettings, description="bounds that the candidate has to keep")
+    guard: Annotated[GuardSettings, BeforeValidator(read_guard)] = Field(
+        default_factory=GuardSettings,
+        description='bounds that the candidate has to keep: a table, or `"board"` for those that a board has measured',
+    )
 
     @field_validator("canary")
     @classmethod

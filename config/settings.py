@@ -486,6 +486,9 @@ class CacheSettings(SettingsGroup, title="cache strategies"):
     rollouts_file: Annotated[str | None, Metavar("FILE")] = None
     """file that keeps the state of roll-outs for the next start; off: keep nothing; default: a file for this model,
     host and port in the user's state directory"""
+    board: Annotated[str | None, Metavar("FOLDER")] = None
+    """folder of a board that `kvmux evaluate --board` has measured of this model: the bounds of roll-outs with
+    `guard = "board"`"""
     check_integrity: bool = False
     """check the bookkeeping of caches and of the KV memory while the engine is idle, and stop the engine if it is
     inconsistent; for developers of strategies"""
@@ -575,6 +578,9 @@ class Settings(
             if not (name.isascii() and name.replace("_", "").replace("-", "").isalnum()):
                 raise ValueError(f"strategies: {name!r} is not a name: use letters, digits, '-' and '_'")
         check_rollouts(self.rollouts, self.strategies)
+        for name, rollout in self.rollouts.items():
+            if rollout.guard.board and self.board is None:
+                raise ValueError(f'rollouts.{name}.guard: name the folder of the board: board = "FOLDER"')
         resolve_fallbacks({name: each.fallback for name, each in self.strategies.items()})
         return self
 

@@ -33,7 +33,7 @@ from server.records import EngineInfo, EngineState, KVTokens, Role
 from server.version import get_version
 
 # Settings that are not shown; `model`, which may be a path, is shown as the model's name.
-PRIVATE_SETTINGS = SECRETS | {"revision", "weights_cache", "rollouts_file"}
+PRIVATE_SETTINGS = SECRETS | {"revision", "weights_cache", "rollouts_file", "board"}
 
 
 def make_engine_info(engine: Engine, restarts: int = 0) -> EngineInfo:

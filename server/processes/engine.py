@@ -8,11 +8,12 @@ from config.errors import SettingsError
 from config.settings import Settings
 from server.engine.build import Engine, build_engine
 from server.engine.info import compute_fingerprint, summarize_engine
-from server.engine.ipc.messages import Hello, Strategy
+from server.engine.ipc.messages import BoardBounds, Hello, Strategy
 from server.engine.ipc.server import EngineServer
 from server.engine.live.routing import find_block_naming
 from server.engine.loop import Loop
 from server.engine.profiling.capture import Capture
+from server.evaluation.board.bounds import read_board_bounds
 from server.metrics.registry import Metrics
 from server.processes.child_process import STOP_SIGNAL
 from server.processes.heartbeat import EngineStatus
@@ -26,13 +27,14 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
     """
     try:
         engine = build_engine(settings, calls=status.calls, disabled=status.disabled)
+        board = read_board_bounds(engine)
         capture = Capture.begin(settings.metal_capture_steps, engine.device)
     except SettingsError as error:
         status.send({"error": str(error)})
         return
     engine.rollouts.is_expected = status.has_rollouts
     engine.rollouts.start_controller = lambda: status.send({"needs": "rollouts"})
-    with capture, EngineServer(socket_path, make_hello(engine)) as server:
+    with capture, EngineServer(socket_path, make_hello(engine, board)) as server:
         loop = Loop(engine, server, Metrics, restarts, status.beat, capture.count_step)
         signal.signal(STOP_SIGNAL, lambda *_: loop.stop())
         status.send({"ready": summarize_engine(engine)})
@@ -40,7 +42,7 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
         loop.run()
 
 
-def make_hello(engine: Engine) -> Hello:
+def make_hello(engine: Engine, board: BoardBounds | None = None) -> Hello:
     """Return the first message of an engine on each connection: what it serves."""
     return Hello(
         engine.model_name,
@@ -50,6 +52,7 @@ def make_hello(engine: Engine) -> Hello:
         [_describe_strategy(engine, name) for name in engine.settings.strategies],
         compute_fingerprint(engine),
         dict(engine.core.model.weight_formats),
+        board,
     )
 
 

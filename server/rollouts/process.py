@@ -104,7 +104,8 @@ class Controller:
         """Return the answers to an event of the engine."""
         answers: list[ToEngine] = []
         match event:
-            case Hello():
+            case Hello(board=board):
+                self._rollouts.set_board(board)
                 self._clock.start()
                 self._is_sent = False
             case RolloutSamples(records, fidelities, unusable):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from config.rollouts import RolloutSettings
@@ -41,6 +41,7 @@ class Rollout:
         """Make a roll-out in its first stage. `clock` measures durations; `wall` returns seconds since 1970."""
         self.name = name
         self.settings = settings
+        self.guard = settings.guard
         self.declared: dict[str, Any] | None = None
         self.instances: dict[str, Any] = {}
         self.state: RolloutState = "shadow" if settings.shadow_share else "canary"
@@ -133,7 +134,12 @@ class Rollout:
             self.baseline if in_canary and self.share < 1 else None,
             self.canary if in_canary else None,
         )
-        self.verdict, self._num_judged = judge(self.settings.guard, statistics), self.num_samples
+        self.verdict, self._num_judged = judge(self.guard, statistics), self.num_samples
+
+    def set_bounds(self, bounds: Mapping[str, float]) -> None:
+        """Let the guard check further bounds, where the settings have none."""
+        self.guard = self.settings.guard.fill(bounds)
+        self._judge()
 
     def roll_back(self, reason: str) -> None:
         """Return all requests to `from`, as the candidate is not good enough."""
@@ -208,7 +214,7 @@ class Rollout:
         is_canary = self.state == "canary"
         return {
             "name": self.name,
-            "settings": self.settings.model_dump(mode="json"),
+            "settings": self.settings.model_dump(mode="json") | {"guard": self.guard.model_dump(mode="json")},
             "state": self.state,
             "paused": self.paused,
             "stage": self.stage + 1 if is_canary else None,
@@ -230,7 +236,7 @@ class Rollout:
     def save(self) -> SavedRollout:
         return SavedRollout(
             name=self.name,
-            settings=self.settings.model_dump(mode="json"),
+            settings=self.settings.model_dump(mode="json", exclude_unset=True),  # a board fills what is not given
             declared=self.declared,
             instances=self.instances,
             state=self.state,

@@ -16,7 +16,7 @@ import msgspec
 
 from config.rollouts import RolloutSettings, check_rollouts, is_rollout_name, parse_rollout
 from config.settings import Settings
-from server.engine.ipc.messages import SetSplits, Split
+from server.engine.ipc.messages import BoardBounds, SetSplits, Split
 from server.engine.scheduling.request import RequestError
 from server.records import REPORT_CONFIDENCE, RequestFidelity, RequestRecord
 from server.rollouts.rollout import Rollout, RolloutAction
@@ -44,12 +44,34 @@ class Rollouts:
         self._strategies = settings.strategies
         self._model = {name: getattr(settings, name) for name in ("model", "revision", "dtype", "weights")}
         self._store, self._clock, self._wall = store, clock, wall
+        self._board: BoardBounds | None = None
         self._pairs: dict[tuple[str, str], FidelityStatistics] = {}
         self._rollouts: dict[str, Rollout] = {name: self._make_declared(name) for name in self._declared}
         self._saved_at = clock()
         self._saved_changes, self._saved_counts = self._list_changes(), self._list_counts()
 
     # ---------------------------------------------------------------- messages of the engine, and to it
+    def set_board(self, board: BoardBounds | None) -> None:
+        """Take the bounds of the board that the engine has read, for the roll-outs whose guard asks for it.
+
+        A roll-out that has none there, as the model or a strategy is another one now, is aborted.
+        """
+        self._board = board
+        for rollout in self._rollouts.values():
+            if rollout.is_active:
+                try:
+                    self._set_bounds(rollout)
+                except ValueError as error:
+                    rollout.abort(str(error))
+
+    def _set_bounds(self, rollout: Rollout) -> None:
+        """Let a roll-out take its bounds from the board, if its guard asks for it. Raises ValueError if it has none."""
+        settings = rollout.settings
+        if settings.guard.board:
+            if self._board is None:
+                raise ValueError("the server has no board: start it with the setting board, or write bounds")
+            rollout.set_bounds(self._board.find(settings.from_, settings.to))
+
     def list_splits(self) -> SetSplits:
         """Return how requests are to be divided now."""
         splits = [
@@ -112,7 +134,12 @@ class Rollouts:
             check_rollouts(others | {name: parsed}, self._strategies)
         except ValueError as error:
             raise RequestError(409, str(error), code="rollout_exists") from None
-        self._rollouts[name] = new = self._make(name, parsed)
+        new = self._make(name, parsed)
+        try:
+            self._set_bounds(new)
+        except ValueError as error:
+            raise RequestError(400, str(error), param="guard") from None
+        self._rollouts[name] = new
         new.begin("started by an operator", by)
         self._save()
         return new.describe()

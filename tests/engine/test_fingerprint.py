@@ -55,9 +55,7 @@ def test_another_for_another_version(tiny: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("small", [True, False])
-def test_another_for_other_weights_and_not_for_a_copy(
-    mine: Path, monkeypatch: pytest.MonkeyPatch, small: bool
-) -> None:
+def test_another_for_other_weights_and_not_for_a_copy(mine: Path, monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
     """Weights are compared by content, of large files by parts of it: the time of a file's change does not matter."""
     monkeypatch.setattr(fingerprint_module, "SMALL_FILE_BYTES", 2**24 if small else 2**17)
     first = of(mine)

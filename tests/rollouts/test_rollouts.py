@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from server.engine.ipc.messages import BoardBounds
 from server.engine.scheduling.request import RequestError
 from server.engine.scheduling.selection import compute_position
 from tests.rollouts.rollout_driver import BAD_KL, RolloutDriver, make_fidelity, make_record
@@ -356,3 +359,44 @@ def test_fidelity_is_known_for_each_pair(driver: RolloutDriver) -> None:
     assert small["kl_mean"]["low"] < small["kl_mean"]["value"] < small["kl_mean"]["high"]
     assert window["kl_mean"] == {"value": pytest.approx(0.6), "low": 0.0, "high": None}
     assert (window["tokens"], window["top1"]["value"], window["bytes_saved_per_request"]) == (2, 0.5, 80)
+
+
+# ---------------------------------------------------------------- bounds of a board
+BY_BOARD = ROLLOUT | {"guard": "board"}
+BOARD = BoardBounds(["paged"], {"small": {"kl_mean": 0.02, "top1": 0.9}}, {"window": "the window answers worse"})
+
+
+def test_a_guard_takes_from_the_board_what_it_was_not_given(rng: random.Random) -> None:
+    guard = {"board": True, "top1": "off", "min_requests": 20}
+    driver = RolloutDriver(rng, {"r": ROLLOUT | {"guard": guard}}, board="there")
+    driver.rollouts.set_board(BOARD)
+    assert driver.show("r")["settings"]["guard"].items() >= {"kl_mean": 0.02, "top1": None, "kl_p99": 1.0}.items()
+    driver.serve(60, kl=0.04, agreed=0.5)  # within the default bound of kl_mean
+    driver.rollouts.update()
+    assert driver.show("r")["state"] == "rolled_back"
+    assert "the mean KL divergence is" in driver.show("r")["reason"]
+
+
+def test_bounds_of_the_board_hold_after_a_restart_also_if_they_have_changed(rng: random.Random, tmp_path: Path) -> None:
+    for bound in (0.02, 0.03):
+        driver = RolloutDriver(rng, {"r": BY_BOARD}, tmp_path / "file", board="there")
+        driver.rollouts.set_board(msgspec.structs.replace(BOARD, bounds={"small": {"kl_mean": bound}}))
+        assert driver.show("r")["settings"]["guard"]["kl_mean"] == bound
+        assert len(driver.show("r")["history"]) == 1, "it goes on"
+        driver.rollouts.close()
+
+
+def test_a_roll_out_that_the_board_has_no_bounds_for_is_not_started(rng: random.Random) -> None:
+    driver = RolloutDriver(rng)
+    with pytest.raises(RequestError, match="the server has no board"):
+        driver.rollouts.start("r", BY_BOARD, "key 1")
+    driver.rollouts.set_board(BOARD)
+    with pytest.raises(RequestError, match="the window answers worse"):
+        driver.rollouts.start("r", BY_BOARD | {"to": "window"}, "key 1")
+    assert driver.rollouts.start("r", BY_BOARD, "key 1")["settings"]["guard"]["kl_mean"] == 0.02
+
+
+def test_a_roll_out_is_aborted_if_its_bounds_are_gone(rng: random.Random) -> None:
+    driver = RolloutDriver(rng, {"r": BY_BOARD}, board="there")
+    driver.rollouts.set_board(msgspec.structs.replace(BOARD, bounds={}, refusals={"small": "it is another model"}))
+    assert (driver.show("r")["state"], driver.show("r")["reason"]) == ("aborted", "it is another model")

@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Header, Path, Response
 from pydantic import BeforeValidator, Field
 
-from config.rollouts import Percentage
+from config.rollouts import Percentage, read_guard
 from config.units import Duration
 from config.wording import format_value
 from server.api.http.api_keys import get_bearer_token, hash_api_key
@@ -45,6 +45,9 @@ class GuardRequest(Body):
 
     path_prefix = "guard."
 
+    board: bool | None = Field(
+        None, description="take the bounds that are not given from the board of the setting `board`"
+    )
     kl_mean: Bound | None = Field(None, description="greatest mean KL divergence per token, in nats")
     kl_p99: Bound | None = Field(None, description="greatest 99th percentile of the KL divergence, in nats")
     top1: Bound | None = Field(None, description="least share of tokens with the same likeliest token, 0 to 1")
@@ -73,7 +76,9 @@ class RolloutRequest(Body):
     hold: Duration | None = Field(
         None, ge=0, description="least length of each stage: seconds, or a text such as '10m'"
     )
-    guard: GuardRequest | None = None
+    guard: Annotated[GuardRequest, BeforeValidator(read_guard)] | None = Field(
+        None, description='bounds, or "board": those of the board of the setting `board`'
+    )
 
     def to_command(self, by: str) -> StartRollout:
         """Return the command that starts this roll-out, with the settings that were sent; `by` names the operator."""

@@ -262,6 +262,25 @@ class Strategy(msgspec.Struct, frozen=True):
     hash_root: bytes = b""
 
 
+class BoardBounds(msgspec.Struct, frozen=True):
+    """What a board of `kvmux evaluate --board` allows the candidates of roll-outs."""
+
+    exact: list[str]  # the instances that it may be compared with
+    bounds: dict[str, dict[str, float]]  # by candidate; the keys are those of a roll-out's guard
+    refusals: dict[str, str]  # why the other instances have none
+
+    def find(self, baseline: str, candidate: str) -> dict[str, float]:
+        """Return the bounds of a roll-out. Raises ValueError that says why there are none."""
+        if candidate in self.refusals:
+            raise ValueError(self.refusals[candidate])
+        if baseline not in self.exact:
+            raise ValueError(
+                f"the board compares with exact caching, which {baseline!r} is not: write bounds, or begin with "
+                f"{' or '.join(map(repr, self.exact)) or 'an exact strategy'}"
+            )
+        return self.bounds[candidate]
+
+
 class Hello(msgspec.Struct, tag=True, frozen=True):
     """First message on every connection: the engine is ready; the fields tell what it serves."""
 
@@ -272,6 +291,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     strategies: list[Strategy]
     system_fingerprint: str = ""  # the field of this name in responses; it changes with model, code or settings
     weight_formats: dict[str, WeightUsage] = {}  # how many weights there are in each format
+    board: BoardBounds | None = None  # for the controller of roll-outs
 
 
 class Admitted(msgspec.Struct, tag=True, frozen=True):

@@ -123,6 +123,11 @@ class Board(msgspec.Struct):
         return [cell for cell in found if cell is not None]
 
 
+def describe_strategy(kind: str, options: Any) -> dict[str, Any]:
+    """Return the kind and the options (a pydantic model) of a strategy, as JSON has them."""
+    return {"kind": kind, **options.model_dump(mode="json")}
+
+
 # ---------------------------------------------------------------- the file
 def load_board(folder: Path) -> Board | None:
     """Return the board of a folder, or None if there is none. Raises SettingsError if its file cannot be read."""

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 from rich.progress import Progress
@@ -26,6 +26,7 @@ from server.evaluation.board.data import (
     QualityFigures,
     TaskFigures,
     check_same_setup,
+    describe_strategy,
     load_board,
     write_files,
 )
@@ -157,7 +158,7 @@ def make_setup(engine: Engine, names: Sequence[str], runner: SuiteRunner, option
         version=get_versions(),
         machine={"processor": read_processor_name(), "processors": psutil.cpu_count()},
         engine={name: settings[name] for name in ENGINE_SETTINGS},
-        strategies={name: _describe_strategy(declared[name].kind, declared[name].options) for name in names},
+        strategies={name: describe_strategy(declared[name].kind, declared[name].options) for name in names},
         tasks=[task.name for task in runner.tasks],
         samples=runner.samples,
         text={
@@ -167,10 +168,6 @@ def make_setup(engine: Engine, names: Sequence[str], runner: SuiteRunner, option
         seed=runner.seed,
         query_aware=options.query_aware,
     )
-
-
-def _describe_strategy(kind: str, options: Any) -> dict[str, Any]:
-    return {"kind": kind, **options.model_dump(mode="json")}
 
 
 def choose_lengths(given: Sequence[int], positions: int, defaults: Sequence[int] = (1024, 4096)) -> list[int]:
