@@ -266,7 +266,7 @@ def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateO
                 "default_strategy": BASELINE,
                 "rules": [],
                 "max_seq_len": max_seq_len,
-                "max_num_seqs": max(len(all_of_them), STREAMS) if options.board else len(all_of_them),
+                "max_num_seqs": max(len(all_of_them), STREAMS if options.has_suites else 1),
             }
         )
     )

@@ -1,15 +1,18 @@
 """Asks the questions of suites under several strategies, as requests to one engine, and scores the answers.
 
-The strategies answer a question at the same time, as rows of one batch, greedily. A question follows when the one
-before is answered, so that a strategy which shares prefixes finds the context again.
+As many samples as the engine has seats for are answered at the same time, each by all strategies, as rows of one batch,
+greedily. A question of a sample follows when the one before is answered, so that a strategy which shares prefixes finds
+the context again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import NamedTuple
 
 from cache_strategies.registry import DeclaredInstance
 from config.errors import SettingsError
@@ -22,6 +25,14 @@ from server.text.encoder import Encoder
 from server.text.errors import TextRefused
 
 
+class RunningSample(NamedTuple):
+    """A sample, a prompt for each of its questions, and the scores of the answers so far by strategy."""
+
+    sample: TaskSample
+    prompts: Sequence[SuitePrompt]
+    scores: Mapping[str, list[float]]
+
+
 @dataclass
 class TaskScores:
     """The scores of a task: of each strategy, one for each sample, in the same order."""
@@ -29,6 +40,12 @@ class TaskScores:
     task: SuiteTask
     by_strategy: Mapping[str, list[float]]
     tokens: list[int] = field(default_factory=list)  # of the longest prompt of each sample
+
+    def add(self, answered: RunningSample) -> None:
+        """Add a sample of which all questions are answered: the mean score of each strategy."""
+        self.tokens.append(max(len(prompt.ids) for prompt in answered.prompts))
+        for name, scores in answered.scores.items():
+            self.by_strategy[name].append(fmean(scores))
 
     @property
     def count(self) -> int:
@@ -53,6 +70,7 @@ class SuiteRunner:
         settings = engine.settings
         self.names, self.tasks, self.samples, self.seed = names, tasks, samples, seed
         self._llm = LLM.from_engine(engine)
+        self._seats = engine.core.scheduler.limits.max_num_seqs
         encoder = Encoder.from_directory(engine.model_dir)
         self._writer = PromptWriter(
             encoder,
@@ -84,53 +102,60 @@ class SuiteRunner:
         scores = [TaskScores(task, {name: [] for name in names}) for task in self.tasks]
         try:
             sizes = {task.name: self._writer.find_size(task, self.seed) for task in self.tasks}
-            for number in range(self.samples):  # by turns, so that an end before the last sample ends all tasks alike
+            together = max(1, self._seats // len(names))
+            for first in range(0, self.samples, together):  # by turns: an early end ends all tasks nearly alike
+                numbers = range(first, min(first + together, self.samples))
                 for each in scores:
-                    self._run_sample(each, number, sizes[each.task.name])
-                    on_sample(each.task.name)
+                    self._run_samples(each, numbers, sizes[each.task.name], on_sample)
         except KeyboardInterrupt:
             pass
         except (GenerationError, TextRefused) as error:
             raise SettingsError(f"--suite: {error}") from error
         return scores
 
-    def _run_sample(self, scores: TaskScores, number: int, size: int) -> None:
-        """Add the scores of a sample under each strategy, or none if it is interrupted."""
-        task = scores.task
-        sample = self._writer.draw_fitting(task, self.seed, number, size)
-        prompts = self._writer.write(sample, task.asking)
-        answers = [self._ask(sample, prompt, list(scores.by_strategy)) for prompt in prompts]
-        found = {
-            name: fmean(
-                task.score(answer[name], prompt.turn.answers) for answer, prompt in zip(answers, prompts, strict=True)
-            )
-            for name in scores.by_strategy
-        }
-        scores.tokens.append(max(len(prompt.ids) for prompt in prompts))
-        for name, score in found.items():
-            scores.by_strategy[name].append(score)
+    def _run_samples(
+        self, scores: TaskScores, numbers: Sequence[int], size: int, on_sample: Callable[[str], object]
+    ) -> None:
+        """Add the scores of samples that run at the same time, in their order, up to the first that is interrupted."""
+        task, names = scores.task, list(scores.by_strategy)
+        running = [self._begin(task, number, size, names) for number in numbers]
+        num_turns = len(running[0].prompts)  # as many in each sample of a task
+        for turn in range(num_turns):
+            with ExitStack() as streams:
+                asked = [self._ask(each, turn, streams) for each in running]
+                for each, answers in zip(running, asked, strict=True):
+                    self._score(task, each, turn, answers)
+                    if turn == num_turns - 1:
+                        scores.add(each)
+                        on_sample(task.name)
 
-    def _ask(self, sample: TaskSample, prompt: SuitePrompt, names: Sequence[str]) -> dict[str, str]:
-        """Return each strategy's answer to a prompt."""
+    def _begin(self, task: SuiteTask, number: int, size: int, names: Sequence[str]) -> RunningSample:
+        sample = self._writer.draw_fitting(task, self.seed, number, size)
+        return RunningSample(sample, self._writer.write(sample, task.asking), {name: [] for name in names})
+
+    def _ask(self, running: RunningSample, turn: int, streams: ExitStack) -> dict[str, TokenStream]:
+        """Begin each strategy's answer to a question; `streams` closes what is not read to its end."""
+        sample, prompt = running.sample, running.prompts[turn]
         grammar = self._writer.make_grammar(sample, prompt)
-        streams: dict[str, TokenStream] = {}
-        try:
-            for name in names:
-                streams[name] = self._llm.stream(
-                    prompt.ids,
-                    max_tokens=sample.max_tokens,
-                    kv_cache=name,
-                    structured_outputs=None if grammar is None else {"grammar": grammar},
-                    temperature=0,
-                )
-            completions = {name: stream.complete() for name, stream in streams.items()}
-        finally:
-            for stream in streams.values():
-                stream.close()
-        return {
-            name: self._writer.read_answer(sample, prompt, each.token_ids, each.text)
-            for name, each in completions.items()
-        }
+        answers = {}
+        for name in running.scores:
+            stream = self._llm.stream(
+                prompt.ids,
+                max_tokens=sample.max_tokens,
+                kv_cache=name,
+                structured_outputs=None if grammar is None else {"grammar": grammar},
+                temperature=0,
+            )
+            answers[name] = streams.enter_context(closing(stream))
+        return answers
+
+    def _score(self, task: SuiteTask, running: RunningSample, turn: int, answers: Mapping[str, TokenStream]) -> None:
+        """Wait for the answers to a question, and add their scores."""
+        prompt = running.prompts[turn]
+        for name, stream in answers.items():
+            whole = stream.complete()
+            answer = self._writer.read_answer(running.sample, prompt, whole.token_ids, whole.text)
+            running.scores[name].append(task.score(answer, prompt.turn.answers))
 
 
 def find_grid(instances: Sequence[DeclaredInstance], length: int) -> int:
