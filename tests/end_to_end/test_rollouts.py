@@ -5,6 +5,7 @@ The server is killed on the way, and goes on where it was.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ import openai
 import psutil
 import pytest
 
+from server.cli.main import main
 from tests.end_to_end.server_process import PATIENCE, Server, eventually, serving
 
 TOKEN = "an-operators-secret-token"
@@ -241,3 +243,23 @@ def _kill(server: Server) -> None:
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
     psutil.wait_procs(processes, timeout=PATIENCE)
+
+
+def test_what_a_board_has_measured_is_what_is_watched(tmp_path: Path) -> None:
+    """From `kvmux evaluate --board` to a roll-out with the bounds of its figures; others are refused."""
+    folder, config = tmp_path / "board", tmp_path / "kvmux.toml"
+    sizes = ("--suite", "completion", "--samples", "2", "--texts", "1", "--lengths", "512", "--threads", "1")
+    assert main(["evaluate", "--board", str(folder), *sizes, "--strategy", "exact", "--strategy", "small"]) == 0
+    cells = {each["strategy"]: each["quality"] for each in json.loads((folder / "board.json").read_text())["cells"]}
+    tables = '[strategies.mixed]\npreset = "small"\n[rollouts.mixed]\nfrom = "paged"\nto = "mixed"\nguard = "board"\n'
+    config.write_text(f'rollouts_file = "off"\nboard = "{folder}"\n{SETTINGS}{tables}')
+    with serving("--config", str(config)) as server:
+        eventually(lambda: show(server, "mixed")["settings"]["guard"]["kl_mean"] != 0.05)
+        guard = show(server, "mixed")["settings"]["guard"]
+        assert guard["kl_p99"] == pytest.approx(3 * cells["small"]["kl_p99"], abs=1e-5)
+        assert guard["top1"] == pytest.approx(1 - 3 * (1 - cells["small"]["top1_agreement"]), abs=1e-5)
+        body = {"name": "other", "from": "contiguous", "to": "broken", "guard": "board"}
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        refused = httpx.post(f"{server.url}/v1/rollouts", json=body, headers=headers, timeout=PATIENCE)
+        assert refused.status_code == 400
+        assert "has no strategy with the options of 'broken'; it has exact, small" in refused.text
