@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
-from config.tables import format_table
+from config.tables import format_number, format_table
 from server.evaluation.board.data import FILE, Board, BoardCell, encode_board
 from server.evaluation.board.speed import STREAMS, TOKENS, TURNS
 from server.evaluation.board.verdicts import describe_length, find_pareto_line, judge
+from server.evaluation.report import format_nats
 from server.profiling.background_load import format_warning
 
 TABLE, PAGE = "board.md", "board.html"
@@ -129,22 +130,13 @@ def _format_tasks(board: Board, exact: BoardCell | None, cell: BoardCell) -> lis
 def _format_figures(exact: BoardCell | None, cell: BoardCell) -> list[str]:
     quality, speed = cell.quality, cell.speed
     share = MISSING if exact is None else f"{quality.kv_bytes / exact.quality.kv_bytes:.2f}"
-    kls = (_format_nats(each) for each in (quality.kl_mean, quality.kl_median, quality.kl_p99))
+    kls = (format_nats(each) for each in (quality.kl_mean, quality.kl_median, quality.kl_p99))
     memory = f"{quality.kv_bytes / cell.length:,.0f}"
     figures = [f"{quality.score:.0%}", *kls, f"{quality.top1_agreement:.2%}", memory, share]
     if speed is None:
         return [*figures, *[MISSING] * (len(COLUMNS) - len(figures))]
-    rates = (_format_number(rate) for rate in (speed.first_token, speed.rate_1, speed.rate_8))
+    rates = (format_number(rate) for rate in (speed.first_token, speed.rate_1, speed.rate_8))
     return [*figures, f"{speed.held_bytes_8 / 2**20:,.1f}", *rates]
-
-
-def _format_number(value: float) -> str:
-    """Return a number with three digits, or as an integer from 100 on."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _format_nats(value: float) -> str:
-    return "0" if abs(value) < 1e-9 else f"{value:.2g}"
 
 
 # ---------------------------------------------------------------- the picture
