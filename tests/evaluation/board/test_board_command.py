@@ -106,7 +106,7 @@ def check_figures(exact: dict[str, Any], small: dict[str, Any]) -> None:
     ("flags", "message"),
     [
         (("--lengths", "4096"), "--lengths: should be at most 2,048, the context of the model"),
-        (("--lengths", "140"), "--length: too short for completion"),
+        (("--lengths", "140"), "--lengths: too short for completion"),
         (("--length", "512"), "--length: leave it out with --board"),
         (("--kv-memory", "4MiB", "--lengths", "512"), "raise --kv-memory"),
     ],
