@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
@@ -19,6 +20,9 @@ TABLE, PAGE = "board.md", "board.html"
 TEMPLATE = Path(__file__).with_name("board.html.jinja")
 MISSING = "-"
 LEAST_KL = 1e-6  # nats a token, at which exact strategies are drawn on the logarithmic axis
+POINT_RADIUS, CHARACTER_WIDTH, LABEL_HEIGHT = 4, 7, 13  # in the picture; characters are not wider on average
+MAX_LABEL = 40  # characters
+MAX_TICKS = 5
 COLUMNS = (
     *("score", "KL", "KL median", "KL 99 %", "top-1", "bytes a token", "of exact", f"peak MiB, {STREAMS} streams"),
     *("first token, s", "tokens/s, 1 stream", f"tokens/s, {STREAMS} streams"),
@@ -36,9 +40,12 @@ class ScatterPoint(NamedTuple):
     """A strategy in the picture, at places in pixels."""
 
     name: str
+    label: str  # the name, shortened if it is long
     x: float
     y: float
-    label_y: float  # where its name stands
+    label_x: float  # where the label begins, or ends if it stands at the left of the point
+    label_y: float
+    anchor: Literal["start", "end"]
     on_line: bool
 
 
@@ -47,8 +54,9 @@ class Scatter(NamedTuple):
 
     width: int
     height: int
-    bottom: float
     left: float
+    right: float
+    bottom: float
     points: list[ScatterPoint]
     line: str  # the points of the Pareto line, as SVG writes them
     x_ticks: list[tuple[float, str]]
@@ -140,9 +148,9 @@ def _format_figures(exact: BoardCell | None, cell: BoardCell) -> list[str]:
 
 
 # ---------------------------------------------------------------- the picture
-def place_points(cells: list[BoardCell], width: int = 760, height: int = 360) -> Scatter:
+def place_points(cells: Sequence[BoardCell], width: int = 760, height: int = 360) -> Scatter:
     """Return the picture of some cells; the exact ones are at its bottom."""
-    left, right, top, bottom, label = 60.0, width - 190.0, 14.0, height - 40.0, 13.0
+    left, right, top, bottom = 60.0, width - 190.0, 14.0, height - 40.0
     values = {
         each.strategy: (each.quality.kv_bytes / each.length, max(each.quality.kl_mean, LEAST_KL)) for each in cells
     }
@@ -154,14 +162,38 @@ def place_points(cells: list[BoardCell], width: int = 760, height: int = 360) ->
         return round(x, 1), round(bottom - (bottom - top) * (math.log10(kl) - low) / (high - low), 1)
 
     pareto = find_pareto_line(values)
-    points: list[ScatterPoint] = []
-    for name, value in sorted(values.items(), key=lambda each: each[1][1]):  # from the bottom up
-        x, y = place(*value)
-        label_y = y
-        while any(abs(label_y - each.label_y) < label and abs(x - each.x) < 190 for each in points):
-            label_y -= 1
-        points.append(ScatterPoint(name, x, y, round(label_y, 1), name in pareto))
+    points = label_points({name: place(*value) for name, value in values.items()}, pareto, width, bottom)
     line = " ".join("{},{}".format(*place(*values[name])) for name in pareto)
-    x_ticks = [(place(share * most, 1)[0], f"{share * most:,.0f}") for share in (0.25, 0.5, 0.75, 1)]
+    x_ticks = [(place(tick, 1)[0], f"{tick:,.12g}") for tick in choose_ticks(most)]
     y_ticks = [(place(most, 10.0**power)[1], f"{10.0**power:g}") for power in range(round(low), high + 1)]
-    return Scatter(width, height, bottom, left, points, line, x_ticks, y_ticks)
+    return Scatter(width, height, left, right, bottom, points, line, x_ticks, y_ticks)
+
+
+def label_points(
+    places: Mapping[str, tuple[float, float]], on_line: Collection[str], width: float, bottom: float
+) -> list[ScatterPoint]:
+    """Return points with labels as near to them as other labels and points leave room."""
+    taken = [(x - POINT_RADIUS, x + POINT_RADIUS, y) for x, y in places.values()]  # (from x, to x, at y)
+    points = []
+    for name, (x, y) in sorted(places.items(), key=lambda each: -each[1][1]):  # from the bottom up
+        label = name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…"
+        length, gap = CHARACTER_WIDTH * len(label), 2 * POINT_RADIUS
+        fits = x + gap + length <= width
+        begin = x + gap if fits else x - gap - length
+        hindering = [at for low, high, at in taken if low < begin + length and begin < high]
+        rows = range(LABEL_HEIGHT, round(bottom) + 1)
+        free = [row for row in rows if all(abs(row - at) >= LABEL_HEIGHT for at in hindering)]
+        row = min(free or rows, key=lambda row: abs(row - y))
+        taken.append((begin, begin + length, row))
+        anchor: Literal["start", "end"] = "start" if fits else "end"
+        label_x = round(x + gap if fits else x - gap, 1)
+        points.append(ScatterPoint(name, label, x, y, label_x, row, anchor, name in on_line))
+    return points
+
+
+def choose_ticks(most: float) -> list[float]:
+    """Return the multiples, up to `most`, of a round number: 1, 2, 2.5 or 5 times a power of ten; at most five."""
+    least = most / MAX_TICKS
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(each * power for each in (1, 2, 2.5, 5, 10) if each * power >= least)
+    return [step * i for i in range(1, math.floor(most / step) + 1)]
