@@ -11,6 +11,7 @@ from jinja2 import Environment, StrictUndefined
 
 from config.tables import format_number, format_table
 from server.evaluation.board.data import FILE, Board, BoardCell, encode_board
+from server.evaluation.board.settings import SettingsBlock, list_settings
 from server.evaluation.board.speed import STREAMS, TOKENS, TURNS
 from server.evaluation.board.verdicts import describe_length, find_pareto_line, judge
 from server.evaluation.report import format_nats
@@ -63,23 +64,27 @@ class Scatter(NamedTuple):
     y_ticks: list[tuple[float, str]]
 
 
-def make_files(board: Board) -> dict[str, bytes]:
-    """Return the contents of a board's files by name."""
-    return {FILE: encode_board(board), TABLE: make_table(board).encode(), PAGE: make_page(board).encode()}
+def make_files(board: Board, folder: Path) -> dict[str, bytes]:
+    """Return the contents of the files of a board in a folder, by name."""
+    blocks = list_settings(board, folder)
+    table, page = make_table(board, blocks), make_page(board, blocks)
+    return {FILE: encode_board(board), TABLE: table.encode(), PAGE: page.encode()}
 
 
-def make_table(board: Board) -> str:
-    """Return the board in GitHub's Markdown: sentences and a table for each length."""
+def make_table(board: Board, blocks: Sequence[SettingsBlock]) -> str:
+    """Return the board in GitHub's Markdown: a sentence for each length, settings to copy, a table for each length."""
     parts = [f"# {board.setup.model}", describe_setup(board)]
+    parts += [f"- {describe_length(board, length)}" for length in board.lengths]
+    parts += [f"{each.title}\n\n```toml\n{each.toml}```" for each in blocks]
     for length in board.lengths:
         rows = [[cell.strategy, *row] for cell, row in _list_rows(board, length)]
         table = format_table(["strategy", *board.setup.tasks], COLUMNS, rows)
-        parts += [f"## {length:,} tokens", describe_length(board, length), table]
+        parts += [f"## {length:,} tokens", table]
     return "\n\n".join([*parts, METHOD, *find_warnings(board)]) + "\n"
 
 
-def make_page(board: Board) -> str:
-    """Return the board as HTML, which also has all figures of board.json."""
+def make_page(board: Board, blocks: Sequence[SettingsBlock]) -> str:
+    """Return the same as HTML, with pictures and all figures of board.json."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     lengths = [
         {
@@ -94,6 +99,7 @@ def make_page(board: Board) -> str:
         board=board,
         setup=describe_setup(board),
         lengths=lengths,
+        blocks=blocks,
         columns=[*board.setup.tasks, *COLUMNS],
         method=METHOD,
         warnings=find_warnings(board),

@@ -6,6 +6,7 @@ import random
 import re
 from html.parser import HTMLParser
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from server.evaluation.board.data import FILE, Board
 from server.evaluation.board.page import PAGE, TABLE, Scatter, choose_ticks, make_files, place_points
 from server.evaluation.board.verdicts import describe_length, find_pareto_line
 from tests.evaluation.board.boards import RIGHT, make_board, make_quality, make_speed
+
+FOLDER = Path("boards/mine")
 
 
 class Reader(HTMLParser):
@@ -55,7 +58,7 @@ def board(rng: random.Random) -> Board:
 
 
 def test_the_page_is_well_formed_stands_alone_and_has_every_figure(board: Board) -> None:
-    files, reader = make_files(board), Reader()
+    files, reader = make_files(board, FOLDER), Reader()
     page = files[PAGE].decode()
     reader.feed(page)
     reader.close()
@@ -69,7 +72,7 @@ def test_the_page_is_well_formed_stands_alone_and_has_every_figure(board: Board)
 
 
 def test_the_table_has_a_row_for_each_cell(board: Board) -> None:
-    table = make_files(board)[TABLE].decode()
+    table = make_files(board, FOLDER)[TABLE].decode()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     assert [row[0] for row in rows] == ["strategy", rows[1][0], *board.setup.strategies] * 2
     exact, other = rows[2], rows[3]
@@ -80,11 +83,11 @@ def test_the_table_has_a_row_for_each_cell(board: Board) -> None:
 
 def test_what_is_not_measured_is_a_dash_and_a_busy_machine_is_named() -> None:
     board = make_board({"exact": make_quality({"easy": RIGHT}, exact=True)}, speed=False)
-    row = make_files(board)[TABLE].decode().splitlines()
+    row = make_files(board, FOLDER)[TABLE].decode().splitlines()
     assert [line.count(" - ") for line in row if line.startswith("| exact")] == [4]
     board.cells[0].speed = make_speed(others_share=0.4)
     warning = "Speed at 4,096 tokens: other processes used 40% of the machine meanwhile: measure again."
-    assert all(warning in make_files(board)[name].decode() for name in (TABLE, PAGE))
+    assert all(warning in make_files(board, FOLDER)[name].decode() for name in (TABLE, PAGE))
 
 
 def test_the_picture_joins_the_pareto_line_and_names_do_not_overlap(board: Board) -> None:
