@@ -1,4 +1,4 @@
-"""Formats rows as a table in GitHub's Markdown, as the reports of commands print them."""
+"""Formats numbers, and rows as a table in GitHub's Markdown, as the reports of commands print them."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def format_table(names: Sequence[str], numbers: Sequence[str], rows: Iterable[Se
     printed = io.StringIO()
     Console(file=printed, width=10_000, force_terminal=False, color_system=None, markup=False).print(table)
     return "\n".join(line.strip() for line in printed.getvalue().strip().splitlines())
+
+
+def format_number(value: float) -> str:
+    """Return a number with three digits, or as an integer from 100 on."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

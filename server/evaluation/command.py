@@ -115,8 +115,8 @@ def run_board(folder: Path, options: EvaluateOptions, file: Path | None, flags: 
     try:
         with make_progress_bar() as bars:
             is_whole = BoardRunner(folder, options, BoardSource(start, read_text), bars).run(lengths)
-    except StrategyError as error:
-        raise SettingsError(str(error)) from error
+    except (StrategyError, SettingsError) as error:  # which name the flag of evaluations without a board
+        raise SettingsError(re.sub(r"--length\b", "--lengths", str(error))) from error
     table = folder / BOARD_TABLE
     if table.exists():
         print(table.read_text(encoding="utf-8"))

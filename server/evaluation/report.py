@@ -82,7 +82,7 @@ def as_table(report: EvaluationReport) -> str:
             f"{r.kv_bytes / 1024:,.0f} KiB",
             f"{r.text.perplexity:.3f}",
             *_format_fidelity(r.text),
-            *(_format_nats(r.text.kl_quantile(share)) for share in (0.5, 0.99)),
+            *(format_nats(r.text.kl_quantile(share)) for share in (0.5, 0.99)),
             *_format_fidelity(r.records),
             *(_format_share(*r.records.recall(*span)) for span in report.distance_ranges),
         ]
@@ -94,10 +94,11 @@ def as_table(report: EvaluationReport) -> str:
 
 def _format_fidelity(f: Fidelity) -> tuple[str, str]:
     """Return (share of tokens with the same likeliest token, KL divergence)."""
-    return (f"{f.agreement:.2%}", _format_nats(f.kl)) if f.num_tokens else ("-", "-")
+    return (f"{f.agreement:.2%}", format_nats(f.kl)) if f.num_tokens else ("-", "-")
 
 
-def _format_nats(value: float) -> str:
+def format_nats(value: float) -> str:
+    """Return a KL divergence with four digits after the point, or with its magnitude if it is smaller."""
     return "0" if abs(value) < 1e-9 else f"{value:.4f}" if value >= 1e-4 else f"{value:.0e}"
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import openai
 
 from cache_strategies.registry import list_kinds
+from config.settings_file import format_tables
 from tests.end_to_end.server_process import Server, serving
 from tests.patience import PATIENCE
 from tests.real.model_files import find_model
-from tools.strategies_file import format_strategies
 
 SETTINGS = "kvmux.toml"
 OPTIONS: Mapping[str, Mapping[str, Any]] = {  # of kinds whose defaults would keep a short text whole
@@ -42,7 +42,7 @@ def serving_instances(
 ) -> Iterator[Server]:
     """Serve a real model with these strategy instances, which are written to SETTINGS in the folder."""
     config = folder / SETTINGS
-    config.write_text(format_strategies(instances))
+    config.write_text(format_tables("strategies", instances), encoding="utf-8")
     sizes = ("--max-seq-len", str(max_seq_len), "--kv-memory", kv_memory)
     with serving("--config", str(config), "--model", str(find_model(model)), *sizes, *flags, anew=True) as server:
         yield server

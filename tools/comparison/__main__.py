@@ -24,6 +24,7 @@ from cache_strategies.registry import list_kinds
 from config.errors import SettingsError
 from config.flags import parse_count_flag as count
 from config.settings import Settings, StrategySettings, load_settings
+from config.settings_file import format_settings, format_tables
 from config.sources import ENV_PREFIX
 from loadtest.bench.client import ServerError
 from loadtest.listing import ListingError
@@ -38,7 +39,6 @@ from tools.comparison.report import ReportSetup, make_page
 from tools.comparison.results import Comparison
 from tools.prometheus import PromQLError, find_tool, make_config, run_prometheus
 from tools.server_process import RunError, run_server, sigterm_as_ctrl_c
-from tools.strategies_file import format_strategies
 
 DESCRIPTION = """\
 Starts a server with all strategies and a Prometheus that scrapes it, and loads it under one strategy after another, at
@@ -205,7 +205,8 @@ def measure_cells(setup: Setup, results: Comparison, show_status: Callable[[str]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = folder / "kvmux.toml"
-        config.write_text(format_settings(setup.server_settings()) + format_strategies(setup.instances()))
+        written = format_settings(setup.server_settings()) + format_tables("strategies", setup.instances())
+        config.write_text(written, encoding="utf-8")
         # The settings have what the environment said; there it would beat what this plan needs
         env = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
         url = stack.enter_context(run_server(["--config", str(config), "--admin-token", token], env)).url
@@ -228,11 +229,6 @@ def measure_fidelity(results: Comparison, flags: Sequence[str], length: int) -> 
     except RunError as error:
         results.fidelity[length] = {}
         results.fidelity_errors[length] = str(error).strip().splitlines()[-1]
-
-
-def format_settings(settings: Mapping[str, Any]) -> str:
-    """Return settings as lines of a TOML file."""
-    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items() if value is not None)
 
 
 def make_evaluate_flags(options: argparse.Namespace, setup: Setup) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from config.tables import format_number
 from tools.comparison.figures import FIGURES, Figure, Summary
 from tools.comparison.plots import draw_fidelity
 from tools.comparison.results import Comparison
@@ -103,11 +104,6 @@ def _format_fidelity(results: Comparison, name: str, length: int) -> ValueCell:
     return (
         ValueCell(exact or MISSING) if found is None else ValueCell(exact or f"{found.kl:.2g}", f"{found.same_top:.1%}")
     )
-
-
-def format_number(value: float) -> str:
-    """Return a number with three digits, or as an integer from 100 on."""
-    return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.3g}"
 
 
 def _format_range(summary: Summary | None) -> str:

@@ -12,8 +12,8 @@ import httpx
 import numpy as np
 
 from cache_strategies.registry import list_kinds
+from config.settings_file import format_tables
 from tools.server_process import run_server
-from tools.strategies_file import format_strategies
 from tools.validation.predictions import GreedyText, Predictions, strip_end
 
 TIMEOUT = 600.0  # seconds of a request
@@ -84,7 +84,7 @@ def serve(
     Raises RunError if the server does not start.
     """
     config = scratch / "kvmux.toml"
-    config.write_text(make_config(window))
+    config.write_text(make_config(window), encoding="utf-8")
     flags = ["--config", str(config), "--model", str(file), "--dtype", dtype, "--weights", weights]
     flags += ["--threads", str(threads)]
     size = ["--max-seq-len", str(longest), "--kv-memory", "1GiB", "--log-level", "warning"]
@@ -118,4 +118,4 @@ def make_config(window: int) -> str:
         name: {option: int(value * window) if option == "window" else value for option, value in options.items()}
         for name, options in _make_instances().items()
     }
-    return format_strategies(fitted)
+    return format_tables("strategies", fitted)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
-from config.tables import format_table
+from config.tables import format_number, format_table
 from server.evaluation.board.data import FILE, Board, BoardCell, encode_board
+from server.evaluation.board.settings import SettingsBlock, list_settings
 from server.evaluation.board.speed import STREAMS, TOKENS, TURNS
 from server.evaluation.board.verdicts import describe_length, find_pareto_line, judge
+from server.evaluation.report import format_nats
 from server.profiling.background_load import format_warning
 
 TABLE, PAGE = "board.md", "board.html"
 TEMPLATE = Path(__file__).with_name("board.html.jinja")
 MISSING = "-"
 LEAST_KL = 1e-6  # nats a token, at which exact strategies are drawn on the logarithmic axis
+POINT_RADIUS, CHARACTER_WIDTH, LABEL_HEIGHT = 4, 7, 13  # in the picture; characters are not wider on average
+MAX_LABEL = 40  # characters
+MAX_TICKS = 5
 COLUMNS = (
     *("score", "KL", "KL median", "KL 99 %", "top-1", "bytes a token", "of exact", f"peak MiB, {STREAMS} streams"),
     *("first token, s", "tokens/s, 1 stream", f"tokens/s, {STREAMS} streams"),
@@ -35,9 +41,12 @@ class ScatterPoint(NamedTuple):
     """A strategy in the picture, at places in pixels."""
 
     name: str
+    label: str  # the name, shortened if it is long
     x: float
     y: float
-    label_y: float  # where its name stands
+    label_x: float  # where the label begins, or ends if it stands at the left of the point
+    label_y: float
+    anchor: Literal["start", "end"]
     on_line: bool
 
 
@@ -46,31 +55,36 @@ class Scatter(NamedTuple):
 
     width: int
     height: int
-    bottom: float
     left: float
+    right: float
+    bottom: float
     points: list[ScatterPoint]
     line: str  # the points of the Pareto line, as SVG writes them
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
 
 
-def make_files(board: Board) -> dict[str, bytes]:
-    """Return the contents of a board's files by name."""
-    return {FILE: encode_board(board), TABLE: make_table(board).encode(), PAGE: make_page(board).encode()}
+def make_files(board: Board, folder: Path) -> dict[str, bytes]:
+    """Return the contents of the files of a board in a folder, by name."""
+    blocks = list_settings(board, folder)
+    table, page = make_table(board, blocks), make_page(board, blocks)
+    return {FILE: encode_board(board), TABLE: table.encode(), PAGE: page.encode()}
 
 
-def make_table(board: Board) -> str:
-    """Return the board in GitHub's Markdown: sentences and a table for each length."""
+def make_table(board: Board, blocks: Sequence[SettingsBlock]) -> str:
+    """Return the board in GitHub's Markdown: a sentence for each length, settings to copy, a table for each length."""
     parts = [f"# {board.setup.model}", describe_setup(board)]
+    parts += [f"- {describe_length(board, length)}" for length in board.lengths]
+    parts += [f"{each.title}\n\n```toml\n{each.toml}```" for each in blocks]
     for length in board.lengths:
         rows = [[cell.strategy, *row] for cell, row in _list_rows(board, length)]
         table = format_table(["strategy", *board.setup.tasks], COLUMNS, rows)
-        parts += [f"## {length:,} tokens", describe_length(board, length), table]
+        parts += [f"## {length:,} tokens", table]
     return "\n\n".join([*parts, METHOD, *find_warnings(board)]) + "\n"
 
 
-def make_page(board: Board) -> str:
-    """Return the board as HTML, which also has all figures of board.json."""
+def make_page(board: Board, blocks: Sequence[SettingsBlock]) -> str:
+    """Return the same as HTML, with pictures and all figures of board.json."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     lengths = [
         {
@@ -85,6 +99,7 @@ def make_page(board: Board) -> str:
         board=board,
         setup=describe_setup(board),
         lengths=lengths,
+        blocks=blocks,
         columns=[*board.setup.tasks, *COLUMNS],
         method=METHOD,
         warnings=find_warnings(board),
@@ -129,28 +144,19 @@ def _format_tasks(board: Board, exact: BoardCell | None, cell: BoardCell) -> lis
 def _format_figures(exact: BoardCell | None, cell: BoardCell) -> list[str]:
     quality, speed = cell.quality, cell.speed
     share = MISSING if exact is None else f"{quality.kv_bytes / exact.quality.kv_bytes:.2f}"
-    kls = (_format_nats(each) for each in (quality.kl_mean, quality.kl_median, quality.kl_p99))
+    kls = (format_nats(each) for each in (quality.kl_mean, quality.kl_median, quality.kl_p99))
     memory = f"{quality.kv_bytes / cell.length:,.0f}"
     figures = [f"{quality.score:.0%}", *kls, f"{quality.top1_agreement:.2%}", memory, share]
     if speed is None:
         return [*figures, *[MISSING] * (len(COLUMNS) - len(figures))]
-    rates = (_format_number(rate) for rate in (speed.first_token, speed.rate_1, speed.rate_8))
+    rates = (format_number(rate) for rate in (speed.first_token, speed.rate_1, speed.rate_8))
     return [*figures, f"{speed.held_bytes_8 / 2**20:,.1f}", *rates]
 
 
-def _format_number(value: float) -> str:
-    """Return a number with three digits, or as an integer from 100 on."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _format_nats(value: float) -> str:
-    return "0" if abs(value) < 1e-9 else f"{value:.2g}"
-
-
 # ---------------------------------------------------------------- the picture
-def place_points(cells: list[BoardCell], width: int = 760, height: int = 360) -> Scatter:
+def place_points(cells: Sequence[BoardCell], width: int = 760, height: int = 360) -> Scatter:
     """Return the picture of some cells; the exact ones are at its bottom."""
-    left, right, top, bottom, label = 60.0, width - 190.0, 14.0, height - 40.0, 13.0
+    left, right, top, bottom = 60.0, width - 190.0, 14.0, height - 40.0
     values = {
         each.strategy: (each.quality.kv_bytes / each.length, max(each.quality.kl_mean, LEAST_KL)) for each in cells
     }
@@ -162,14 +168,38 @@ def place_points(cells: list[BoardCell], width: int = 760, height: int = 360) ->
         return round(x, 1), round(bottom - (bottom - top) * (math.log10(kl) - low) / (high - low), 1)
 
     pareto = find_pareto_line(values)
-    points: list[ScatterPoint] = []
-    for name, value in sorted(values.items(), key=lambda each: each[1][1]):  # from the bottom up
-        x, y = place(*value)
-        label_y = y
-        while any(abs(label_y - each.label_y) < label and abs(x - each.x) < 190 for each in points):
-            label_y -= 1
-        points.append(ScatterPoint(name, x, y, round(label_y, 1), name in pareto))
+    points = label_points({name: place(*value) for name, value in values.items()}, pareto, width, bottom)
     line = " ".join("{},{}".format(*place(*values[name])) for name in pareto)
-    x_ticks = [(place(share * most, 1)[0], f"{share * most:,.0f}") for share in (0.25, 0.5, 0.75, 1)]
+    x_ticks = [(place(tick, 1)[0], f"{tick:,.12g}") for tick in choose_ticks(most)]
     y_ticks = [(place(most, 10.0**power)[1], f"{10.0**power:g}") for power in range(round(low), high + 1)]
-    return Scatter(width, height, bottom, left, points, line, x_ticks, y_ticks)
+    return Scatter(width, height, left, right, bottom, points, line, x_ticks, y_ticks)
+
+
+def label_points(
+    places: Mapping[str, tuple[float, float]], on_line: Collection[str], width: float, bottom: float
+) -> list[ScatterPoint]:
+    """Return points with labels as near to them as other labels and points leave room."""
+    taken = [(x - POINT_RADIUS, x + POINT_RADIUS, y) for x, y in places.values()]  # (from x, to x, at y)
+    points = []
+    for name, (x, y) in sorted(places.items(), key=lambda each: -each[1][1]):  # from the bottom up
+        label = name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…"
+        length, gap = CHARACTER_WIDTH * len(label), 2 * POINT_RADIUS
+        fits = x + gap + length <= width
+        begin = x + gap if fits else x - gap - length
+        hindering = [at for low, high, at in taken if low < begin + length and begin < high]
+        rows = range(LABEL_HEIGHT, round(bottom) + 1)
+        free = [row for row in rows if all(abs(row - at) >= LABEL_HEIGHT for at in hindering)]
+        row = min(free or rows, key=lambda row: abs(row - y))
+        taken.append((begin, begin + length, row))
+        anchor: Literal["start", "end"] = "start" if fits else "end"
+        label_x = round(x + gap if fits else x - gap, 1)
+        points.append(ScatterPoint(name, label, x, y, label_x, row, anchor, name in on_line))
+    return points
+
+
+def choose_ticks(most: float) -> list[float]:
+    """Return the multiples, up to `most`, of a round number: 1, 2, 2.5 or 5 times a power of ten; at most five."""
+    least = most / MAX_TICKS
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(each * power for each in (1, 2, 2.5, 5, 10) if each * power >= least)
+    return [step * i for i in range(1, math.floor(most / step) + 1)]

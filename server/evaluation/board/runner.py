@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 from rich.progress import Progress
@@ -78,7 +78,7 @@ class BoardRunner:
         engine, names = self._source.start(length)
         runner = make_runner(engine, names, self._options)
         setup = make_setup(engine, names, runner, self._options)
-        board = self._board = self._board or self._open_board(setup)
+        board = self._board = self._board or self._open_board(setup, list_non_defaults(engine, names))
         check_same_setup(board.setup, setup, self._folder)
         meter = SpeedMeter(engine, length, setup.seed)
         meter.check_room(names)
@@ -94,14 +94,16 @@ class BoardRunner:
             self._measure_speed(board, meter, length, names)
         return True
 
-    def _open_board(self, setup: BoardSetup) -> Board:
+    def _open_board(self, setup: BoardSetup, non_defaults: dict[str, dict[str, Any]]) -> Board:
         """Return the board of the folder, or a new one. A margin changes no cell, only what follows from them."""
         margin = self._options.margin / 100
-        board = load_board(self._folder) or Board(FORMAT, "", margin, setup, [])
-        if board.margin != margin:
-            check_same_setup(board.setup, setup, self._folder)
-            board.margin = margin
-            write_files(self._folder, make_files(board))
+        board = load_board(self._folder)
+        if board is None:
+            return Board(FORMAT, "", margin, setup, [], non_defaults)
+        check_same_setup(board.setup, setup, self._folder)
+        if (board.margin, board.non_defaults) != (margin, non_defaults):
+            board.margin, board.non_defaults = margin, non_defaults
+            write_files(self._folder, make_files(board, self._folder))
         return board
 
     # ---------------------------------------------------------------- cells
@@ -138,7 +140,7 @@ class BoardRunner:
     def _save(self, board: Board, *cells: BoardCell) -> None:
         board.cells = sorted([*board.cells, *cells], key=lambda cell: cell.length)
         board.date = datetime.now().astimezone().isoformat(timespec="seconds")
-        write_files(self._folder, make_files(board))
+        write_files(self._folder, make_files(board, self._folder))
 
     def _show(self, text: str) -> None:
         """Show what is measured next, in place of the bars of what is done."""
@@ -168,6 +170,12 @@ def make_setup(engine: Engine, names: Sequence[str], runner: SuiteRunner, option
         seed=runner.seed,
         query_aware=options.query_aware,
     )
+
+
+def list_non_defaults(engine: Engine, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the options of each strategy that are not the defaults of its kind."""
+    options = {each.name: each.options for each in engine.instances}
+    return {name: options[name].model_dump(mode="json", exclude_defaults=True) for name in names}
 
 
 def choose_lengths(given: Sequence[int], positions: int, defaults: Sequence[int] = (1024, 4096)) -> list[int]:

@@ -1,4 +1,4 @@
-"""Says what follows from a board: a verdict for each strategy, a sentence for each length, and the Pareto line.
+"""Says what follows from a board: verdicts, the strategy to choose at a length, a sentence on it, and the Pareto line.
 
 Plain computation on the figures: knows neither the engine nor how pages look.
 """
@@ -43,6 +43,30 @@ def judge(exact: QualityFigures, other: QualityFigures, margin: float) -> CellVe
     return CellVerdict(SuiteVerdict.TOO_HARD, tasks)
 
 
+def recommend(board: Board, length: int) -> BoardCell | None:
+    """Return the cell of the strategy to choose for texts of a length, or None.
+
+    It has the least memory of those that answer as exact caching does, or of those within MAX_KL if all tasks are too
+    hard. It is None unless that is less than exact caching has.
+    """
+    exact = board.find_cell(length, board.exact)
+    if exact is None:
+        return None
+    near = [
+        cell
+        for cell in board.list_cells(length)
+        if cell.quality.kv_bytes < exact.quality.kv_bytes and _is_near(exact, cell, board.margin)
+    ]
+    return min(near, key=lambda cell: (cell.quality.kv_bytes, cell.quality.kl_mean), default=None)
+
+
+def _is_near(exact: BoardCell, other: BoardCell, margin: float) -> bool:
+    verdict = judge(exact.quality, other.quality, margin).verdict
+    if verdict is SuiteVerdict.TOO_HARD:
+        return other.quality.kl_mean <= MAX_KL
+    return verdict is SuiteVerdict.SAME
+
+
 def find_pareto_line(points: Mapping[str, tuple[float, float]]) -> list[str]:
     """Return the names of the points for which no other is lower in one coordinate and not higher in the other.
 
@@ -64,15 +88,16 @@ def describe_length(board: Board, length: int) -> str:
     begin = f"For texts up to {length:,} tokens"
     if exact is None or not others:
         return f"{begin} nothing is compared yet."
+    best = recommend(board, length)
     verdicts = {cell.strategy: judge(exact.quality, cell.quality, board.margin) for cell in others}
     by_verdict = {
         verdict: [cell for cell in others if verdicts[cell.strategy].verdict is verdict] for verdict in SuiteVerdict
     }
     if by_verdict[SuiteVerdict.TOO_HARD]:
-        return f"{begin} {_describe_by_kl(exact, others)}."
+        return f"{begin} {_describe_by_kl(exact, best)}."
     decided = next(iter(verdicts.values())).decided_tasks
     parts = [
-        _describe_same(exact, by_verdict[SuiteVerdict.SAME], board.margin),
+        _describe_same(exact, best, board.margin),
         _describe_worse(exact, by_verdict[SuiteVerdict.WORSE]),
         _describe_open(by_verdict[SuiteVerdict.NOT_DECIDED], verdicts),
     ]
@@ -81,12 +106,10 @@ def describe_length(board: Board, length: int) -> str:
     return f"{begin} {'; '.join(filter(None, parts))}.{counted}"
 
 
-def _describe_same(exact: BoardCell, same: Sequence[BoardCell], margin: float) -> str:
-    """Return which strategy that answers as exact caching does has the least memory, if it is less than exact's."""
-    smaller = [cell for cell in same if cell.quality.kv_bytes < exact.quality.kv_bytes]
-    if not smaller:
+def _describe_same(exact: BoardCell, best: BoardCell | None, margin: float) -> str:
+    """Return which strategy the tasks recommend."""
+    if best is None:
         return "no strategy in less memory is known to answer as exact caching does"
-    best = min(smaller, key=lambda cell: (cell.quality.kv_bytes, cell.quality.kl_mean))
     return (
         f"`{best.strategy}` answers as exact caching does, within {100 * margin:g} points, in "
         f"{_compare_memory(exact, best)}{_compare_speed(exact, best)}"
@@ -110,15 +133,11 @@ def _describe_open(undecided: Sequence[BoardCell], verdicts: Mapping[str, CellVe
     return f"{listed} {'is' if len(undecided) == 1 else 'are'} not decided{until}"
 
 
-def _describe_by_kl(exact: BoardCell, others: Sequence[BoardCell]) -> str:
-    """Return what running text says if the tasks say nothing."""
-    near = [
-        cell for cell in others if cell.quality.kl_mean <= MAX_KL and cell.quality.kv_bytes < exact.quality.kv_bytes
-    ]
+def _describe_by_kl(exact: BoardCell, best: BoardCell | None) -> str:
+    """Return which strategy running text recommends if the tasks say nothing."""
     begin = "all tasks are too hard for this model, which leaves running text: "
-    if not near:
+    if best is None:
         return f"{begin}no strategy in less memory is within {MAX_KL:g} nats a token of exact caching"
-    best = min(near, key=lambda cell: (cell.quality.kv_bytes, cell.quality.kl_mean))
     return (
         f"{begin}`{best.strategy}` is the smallest within {MAX_KL:g} nats a token of exact caching "
         f"({best.quality.kl_mean:.2g}), in {_compare_memory(exact, best)}{_compare_speed(exact, best)}"

@@ -79,6 +79,9 @@ def test_a_run_is_interrupted_goes_on_and_ends(
 
     with monkeypatch.context() as patch:
         interrupt_after(0, patch)
+        assert found["non_defaults"] == {"paged": {}, SMALL_NAME: {"k_dtype": "int8", "v_dtype": "int4"}}
+        older = {name: value for name, value in found.items() if name != "non_defaults"}
+        (folder / "board.json").write_text(json.dumps(older))
         assert run(capsys, folder, *STRATEGIES, "--margin", "5")[0] == 0
     found["margin"] = 0.05
     assert read(folder) == found
@@ -106,7 +109,7 @@ def check_figures(exact: dict[str, Any], small: dict[str, Any]) -> None:
     ("flags", "message"),
     [
         (("--lengths", "4096"), "--lengths: should be at most 2,048, the context of the model"),
-        (("--lengths", "140"), "--length: too short for completion"),
+        (("--lengths", "140"), "--lengths: too short for completion"),
         (("--length", "512"), "--length: leave it out with --board"),
         (("--kv-memory", "4MiB", "--lengths", "512"), "raise --kv-memory"),
     ],

@@ -6,13 +6,16 @@ import random
 import re
 from html.parser import HTMLParser
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
 from server.evaluation.board.data import FILE, Board
-from server.evaluation.board.page import PAGE, TABLE, make_files, place_points
+from server.evaluation.board.page import PAGE, TABLE, Scatter, choose_ticks, make_files, place_points
 from server.evaluation.board.verdicts import describe_length, find_pareto_line
 from tests.evaluation.board.boards import RIGHT, make_board, make_quality, make_speed
+
+FOLDER = Path("boards/mine")
 
 
 class Reader(HTMLParser):
@@ -55,7 +58,7 @@ def board(rng: random.Random) -> Board:
 
 
 def test_the_page_is_well_formed_stands_alone_and_has_every_figure(board: Board) -> None:
-    files, reader = make_files(board), Reader()
+    files, reader = make_files(board, FOLDER), Reader()
     page = files[PAGE].decode()
     reader.feed(page)
     reader.close()
@@ -64,11 +67,12 @@ def test_the_page_is_well_formed_stands_alone_and_has_every_figure(board: Board)
     assert not re.search(r"<script|\b(src|href)=|url\(|@import|https?:", page)
     assert page.count("<circle ") == len(board.cells)
     for length in board.lengths:
-        assert describe_length(board, length) in reader.text
+        assert describe_length(board, length).replace("`", "") in reader.text
+    assert "`" not in page
 
 
 def test_the_table_has_a_row_for_each_cell(board: Board) -> None:
-    table = make_files(board)[TABLE].decode()
+    table = make_files(board, FOLDER)[TABLE].decode()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     assert [row[0] for row in rows] == ["strategy", rows[1][0], *board.setup.strategies] * 2
     exact, other = rows[2], rows[3]
@@ -79,11 +83,11 @@ def test_the_table_has_a_row_for_each_cell(board: Board) -> None:
 
 def test_what_is_not_measured_is_a_dash_and_a_busy_machine_is_named() -> None:
     board = make_board({"exact": make_quality({"easy": RIGHT}, exact=True)}, speed=False)
-    row = make_files(board)[TABLE].decode().splitlines()
+    row = make_files(board, FOLDER)[TABLE].decode().splitlines()
     assert [line.count(" - ") for line in row if line.startswith("| exact")] == [4]
     board.cells[0].speed = make_speed(others_share=0.4)
     warning = "Speed at 4,096 tokens: other processes used 40% of the machine meanwhile: measure again."
-    assert all(warning in make_files(board)[name].decode() for name in (TABLE, PAGE))
+    assert all(warning in make_files(board, FOLDER)[name].decode() for name in (TABLE, PAGE))
 
 
 def test_the_picture_joins_the_pareto_line_and_names_do_not_overlap(board: Board) -> None:
@@ -94,5 +98,44 @@ def test_the_picture_joins_the_pareto_line_and_names_do_not_overlap(board: Board
     places = {each.name: f"{each.x},{each.y}" for each in picture.points}
     assert picture.line.split() == [places[name] for name in line]
     assert all(picture.left <= each.x < picture.width and 0 < each.y <= picture.bottom for each in picture.points)
-    for a, b in combinations(picture.points, 2):
-        assert abs(a.x - b.x) >= 190 or abs(a.label_y - b.label_y) > 12.9
+    check_labels(picture)
+
+
+def check_labels(picture: Scatter) -> None:
+    """Check that labels of letters that are 6 pixels wide lie in the picture, and not over one another."""
+    boxes = []
+    for point in picture.points:
+        length = 6 * len(point.label)
+        left = point.label_x - (length if point.anchor == "end" else 0)
+        assert 0 <= left <= left + length <= picture.width
+        assert 10 < point.label_y <= picture.bottom
+        boxes.append((left, left + length, point.label_y))
+    for (a, b, y), (c, d, z) in combinations(boxes, 2):
+        assert b <= c or d <= a or abs(y - z) > 12.9
+
+
+@pytest.mark.fuzz
+def test_labels_have_room_also_if_names_are_long_and_points_near_to_each_other(rng: random.Random) -> None:
+    for _ in range(50):
+        kl, kv_bytes = 10 ** rng.uniform(-5, 2), rng.randrange(1000, 10**9)
+        cells = {
+            f"{i}{'-option' * rng.randrange(12)}": make_quality(
+                {"easy": RIGHT}, kv_bytes=round(kv_bytes * rng.uniform(0.9, 1)), kl=kl * rng.uniform(0.9, 1)
+            )
+            for i in range(9)
+        }
+        picture = place_points(make_board(cells).cells)
+        check_labels(picture)
+        assert all(point.label == point.name or point.name.startswith(point.label[:-1]) for point in picture.points)
+
+
+@pytest.mark.fuzz
+def test_ticks_are_a_few_multiples_of_a_round_number(rng: random.Random) -> None:
+    assert choose_ticks(24192) == [5000, 10000, 15000, 20000]
+    for _ in range(300):
+        most = 10 ** rng.uniform(-2, 9)
+        ticks = choose_ticks(most)
+        assert 2 <= len(ticks) <= 5
+        assert ticks[-1] <= most < ticks[-1] + ticks[0] * 1.0001
+        assert ticks == pytest.approx([ticks[0] * (i + 1) for i in range(len(ticks))])
+        assert f"{ticks[0]:.6e}"[:8] in ("1.000000", "2.000000", "2.500000", "5.000000")

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from server.evaluation.board.data import Board
-from server.evaluation.board.verdicts import describe_length, find_pareto_line, judge
+from server.evaluation.board.verdicts import describe_length, find_pareto_line, judge, recommend
 from server.evaluation.suites.paired import SuiteVerdict
 from tests.evaluation.board.boards import RIGHT, WRONG, make_board, make_quality
 
@@ -90,12 +90,16 @@ def hard_board(*kls: float) -> Board:
 
 def test_running_text_decides_where_all_tasks_are_too_hard() -> None:
     begin = "For texts up to 4,096 tokens all tasks are too hard for this model, which leaves running text: "
+    best = recommend(hard_board(0.002, 0.009, 0.02), 4096)
+    assert best is not None
+    assert best.strategy == "kl0.009"
     assert describe_length(hard_board(0.002, 0.009, 0.02), 4096) == (
         f"{begin}`kl0.009` is the smallest within 0.01 nats a token of exact caching (0.009), in 0.40 of the memory at "
         "1.20 of the speed with 8 streams."
     )
     none = "no strategy in less memory is within 0.01 nats a token of exact caching."
     assert describe_length(hard_board(0.02), 4096) == begin + none
+    assert recommend(hard_board(0.02), 4096) is None
 
 
 def test_one_strategy_is_compared_with_none() -> None:

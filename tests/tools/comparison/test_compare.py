@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from config.settings_file import format_settings
 from tests.metrics.prometheus_server import tool
 from tools.comparison import __main__ as command
 from tools.comparison.figures import BY_NAME
@@ -144,7 +145,7 @@ def test_settings_of_a_file_are_used_but_secrets(tmp_path: Path) -> None:
     setup = command.make_setup(parser.parse_args(["--config", str(file), "--strategies", "mine", "paged"]))
     mine = {"kind": "compressed", "floor": "0%", "limit": "25%", "scorer_options": {"width": 3}}
     assert setup.instances()["mine"] == mine
-    text = command.format_settings(setup.server_settings())
+    text = format_settings(setup.server_settings())
     assert "max_num_batched_tokens = 64" in text
     assert "secret" not in text
     assert 'default_strategy = "mine"' in text

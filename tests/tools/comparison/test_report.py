@@ -10,7 +10,7 @@ import pytest
 from tests.tools.comparison.test_figures import make_result
 from tools.comparison.fidelity import StrategyFidelity
 from tools.comparison.plan import Cell, Load, Plan
-from tools.comparison.report import ReportSetup, format_number, make_page
+from tools.comparison.report import ReportSetup, make_page
 from tools.comparison.results import Comparison
 
 VOID = {"meta", "br", "path", "use", "rect", "line", "link", "img"}
@@ -112,10 +112,3 @@ def test_a_page_tells_what_is_not_measured() -> None:
     assert "The fidelity was not measured" in page
     assert "<svg" not in page
     Page(page)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.01234, "0.0123"), (12.345, "12.3"), (123.4, "123"), (12345, "12,345")]
-)
-def test_numbers_have_three_digits(value: float, text: str) -> None:
-    assert format_number(value) == text
