@@ -30,7 +30,7 @@ class Comparison:
     plan: Plan
     max_kl: float  # bound of advice, nats per token
     cells: dict[Cell, CellResult] = field(default_factory=dict)
-    exact: Mapping[str, bool] = field(default_factory=dict)  # whether each strategy promises to change no answer
+    exact: dict[str, bool] = field(default_factory=dict)  # whether each strategy promises to change no answer
     fidelity: dict[int, dict[str, StrategyFidelity]] = field(default_factory=dict)  # by prompt length, then by name
     fidelity_errors: dict[int, str] = field(default_factory=dict)  # by prompt length
 
@@ -78,7 +78,7 @@ class Comparison:
         }
         return {
             "cells": cells,
-            "exact": dict(self.exact),
+            "exact": self.exact,
             "fidelity": fidelity,
             "fidelity_errors": self.fidelity_errors,
         }

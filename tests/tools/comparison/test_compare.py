@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -133,18 +134,22 @@ def test_wrong_settings_are_reported(
     assert message in capsys.readouterr().err
 
 
-def test_settings_of_a_file_are_used_but_secrets(tmp_path: Path) -> None:
+def test_a_server_has_the_settings_of_a_file_but_secrets_and_other_strategies(tmp_path: Path) -> None:
     file = tmp_path / "kvmux.toml"
     file.write_text(
-        'api_keys = ["a-long-secret"]\nmax_num_batched_tokens = 64\n[strategies.mine]\nkind = "compressed"\n'
+        'api_keys = ["a-long-secret"]\nmax_num_batched_tokens = 64\npreset = "small"\n'
+        '[strategies.mine]\nkind = "compressed"\n'
         'limit = "25%"\n'
         "scorer_options = {width = 3}\n"
     )
     parser = command.make_parser()
     setup = command.make_setup(parser.parse_args(["--config", str(file), "--strategies", "mine", "paged"]))
     mine = {"kind": "compressed", "floor": "0%", "limit": "25%", "scorer_options": {"width": 3}}
-    assert setup.instances()["mine"] == mine
-    text = command.format_settings(setup.server_settings())
-    assert "max_num_batched_tokens = 64" in text
+    text = setup.format_file("mine")
     assert "secret" not in text
-    assert 'default_strategy = "mine"' in text
+    written = tomllib.loads(text)
+    assert written["max_num_batched_tokens"] == 64
+    assert "preset" not in written, "it would be an instance"
+    assert written["strategies"] == {"mine": mine}
+    assert written["default_strategy"] == "mine"
+    assert tomllib.loads(setup.format_file("paged"))["strategies"].keys() == {"paged"}
