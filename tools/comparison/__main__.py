@@ -29,7 +29,7 @@ from config.settings import Settings, StrategySettings, load_settings
 from config.sources import ENV_PREFIX
 from loadtest.bench.client import ServerError
 from loadtest.listing import ListingError
-from server.evaluation.command import make_progress_bar, select_strategies
+from server.evaluation.command import make_progress_bar, parse_strategy, select_strategies
 from server.models.files.directory import resolve_model_settings
 from server.profiling.machine import read_processor_name
 from server.version import get_version
@@ -60,7 +60,8 @@ REPORT, RESULTS = "report.html", "results.json"
 MORE_STRATEGIES = ("paged:k_dtype=int8,v_dtype=int8", "compressed:budget=0.25")
 SERVER_FLAGS = ("model", "dtype", "device", "threads", "weights", "kv_memory")  # settings that are flags here, too
 USER_ERROR, INTERRUPTED = 2, 130  # exit statuses
-USER_ERRORS = (SettingsError, RunError, ServerError, ListingError, PromQLError, httpx.HTTPError, OSError)
+SERVER_ERRORS = (RunError, ServerError, httpx.HTTPError)  # of one server
+USER_ERRORS = (SettingsError, ListingError, PromQLError, OSError, *SERVER_ERRORS)
 # Settings that do not concern a comparison: who may do what, which instances there are, and which requests they get.
 EXCLUDED_SETTINGS = {
     "strategies",
@@ -178,9 +179,11 @@ def compare(options: argparse.Namespace) -> Path:
                 bars.update(task, description=text, completed=len(results.cells) + len(results.fidelity))
 
             measure_cells(setup, results, show_status)
+            measured = {cell.strategy for cell in results.cells}
+            wanted = [text for text in setup.wanted if parse_strategy(text)[0] in measured]
             for length in lengths:
                 show_status(f"fidelity at {length:,} tokens")
-                measure_fidelity(results, make_evaluate_flags(options, setup), length)
+                measure_fidelity(results, make_evaluate_flags(options, wanted), length)
     finally:
         if results.cells:
             page.write_text(make_page(results, describe_setup(setup)), encoding="utf-8")
@@ -208,16 +211,26 @@ def make_setup(options: argparse.Namespace) -> Setup:
 
 
 def measure_cells(setup: Setup, results: Comparison, show_status: Callable[[str], None]) -> None:
-    """Measure all cells, those of each turn of a strategy on a server of its own."""
+    """Measure all cells, those of each turn of a strategy on a server of its own; one that fails ends its turns.
+
+    Raises RunError if nothing could be measured.
+    """
     for (number, strategy), cells in groupby(setup.plan.cells(), attrgetter("round", "strategy")):
+        if strategy in results.failures:
+            continue
         show_status(f"round {number + 1}: starting {strategy}")
-        measure_turn(setup, strategy, cells, results, show_status)
+        try:
+            measure_turn(setup, strategy, cells, results, show_status)
+        except SERVER_ERRORS as error:
+            results.failures[strategy] = str(error) or repr(error)
+    if not results.cells:
+        raise RunError(next(iter(results.failures.values())))
 
 
 def measure_turn(
     setup: Setup, strategy: str, cells: Iterable[Cell], results: Comparison, show_status: Callable[[str], None]
 ) -> None:
-    """Start a server and a Prometheus for one strategy, and measure its cells."""
+    """Start a server and a Prometheus for one strategy, and measure its cells. Raises SERVER_ERRORS."""
     token = secrets.token_hex()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -252,13 +265,13 @@ def format_settings(settings: Mapping[str, Any]) -> str:
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items() if value is not None)
 
 
-def make_evaluate_flags(options: argparse.Namespace, setup: Setup) -> list[str]:
-    """Return the flags of `kvmux evaluate` for the same model and strategies."""
+def make_evaluate_flags(options: argparse.Namespace, wanted: Sequence[str]) -> list[str]:
+    """Return the flags of `kvmux evaluate` for the same model, and strategies as they were asked for."""
     flags = []
     for name in ("config", *SERVER_FLAGS):
         value = getattr(options, name)
         flags += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    for name in setup.wanted:
+    for name in wanted:
         flags += ["--strategy", name]
     return flags
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.metrics.prometheus_server import tool
+from tests.tools.comparison.test_memory import TOKEN_BYTES
 from tools.comparison import __main__ as command
 from tools.comparison.figures import BY_NAME
 from tools.comparison.measure import CellMeter
@@ -90,6 +91,35 @@ def test_an_interrupted_comparison_reports_what_it_has_measured(
     assert f"what was measured is in {tmp_path}" in capsys.readouterr().err
     assert "6 of 8 cells are not measured" in (tmp_path / command.REPORT).read_text()
     assert len(json.loads((tmp_path / command.RESULTS).read_text())["cells"]) == 2
+
+
+@pytest.mark.apart
+@pytest.mark.timeout(240)
+def test_what_one_strategy_needs_does_not_concern_another(tmp_path: Path) -> None:
+    tool("prometheus")
+    sizes = ["--prompt-tokens", "64", "--batch", "1", "--kv-memory", "800KiB"]
+    arguments = [*SMALL, "--strategies", "mirrored", "paged", *sizes, "--out", str(tmp_path)]
+    assert command.main(arguments) == 0
+    results = json.loads((tmp_path / command.RESULTS).read_text())
+    longest = 3 * (64 + 8 + 1) * TOKEN_BYTES  # the tokens of 2 KV heads, and of 4 query heads
+    assert results["failures"].keys() == {"mirrored"}
+    assert f"the minimum is kv_memory={longest}" in results["failures"]["mirrored"]
+    assert [cell["strategy"] for cell in results["cells"]] == ["paged"]
+    assert results["fidelity"]["64"].keys() == {"paged"}
+    page = (tmp_path / command.REPORT).read_text()
+    assert "The server of mirrored failed" in page
+    assert f"the minimum is kv_memory={longest}" in page
+    assert "1 of 2 cells are not measured" in page
+
+
+@pytest.mark.apart
+@pytest.mark.timeout(240)
+def test_if_no_server_starts_the_command_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool("prometheus")
+    arguments = ["--strategies", "paged", "contiguous", "--prompt-tokens", "1000000", "--out", str(tmp_path)]
+    assert command.main(arguments) == command.USER_ERROR
+    assert "max_seq_len is 1000065, but the model has" in capsys.readouterr().err
+    assert not (tmp_path / command.REPORT).exists()
 
 
 def test_a_failed_evaluation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
