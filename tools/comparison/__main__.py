@@ -10,10 +10,12 @@ import secrets
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +30,22 @@ from config.settings_file import format_settings, format_tables
 from config.sources import ENV_PREFIX
 from loadtest.bench.client import ServerError
 from loadtest.listing import ListingError
-from server.evaluation.command import make_progress_bar, select_strategies
+from server.evaluation.command import make_progress_bar, parse_strategy, select_strategies
 from server.models.files.directory import resolve_model_settings
 from server.profiling.machine import read_processor_name
 from server.version import get_version
 from tools.comparison.fidelity import evaluate
 from tools.comparison.measure import SCRAPE_INTERVAL, CellMeter
-from tools.comparison.plan import Plan
+from tools.comparison.plan import Cell, Plan
 from tools.comparison.report import ReportSetup, make_page
 from tools.comparison.results import Comparison
 from tools.prometheus import PromQLError, find_tool, make_config, run_prometheus
 from tools.server_process import RunError, run_server, sigterm_as_ctrl_c
 
 DESCRIPTION = """\
-Starts a server with all strategies and a Prometheus that scrapes it, and loads it under one strategy after another, at
-each prompt length and batch size, with the client of `kvmux bench`. Then measures by `kvmux evaluate` how far each
-strategy is from exact caching. Writes report.html (which strategy suits which load, and why, with all figures) and
+In each round starts a server for each strategy, which no other one shares, and a Prometheus that scrapes it, and loads
+it at each prompt length and batch size, with the client of `kvmux bench`. Then measures by `kvmux evaluate` how far
+each strategy is from exact caching. Writes report.html (which strategy suits which load, and why, with all figures) and
 results.json into the folder --out, also when it is interrupted."""
 
 EPILOG = """\
@@ -58,11 +60,13 @@ REPORT, RESULTS = "report.html", "results.json"
 MORE_STRATEGIES = ("paged:k_dtype=int8,v_dtype=int8", "compressed:budget=0.25")
 SERVER_FLAGS = ("model", "dtype", "device", "threads", "weights", "kv_memory")  # settings that are flags here, too
 USER_ERROR, INTERRUPTED = 2, 130  # exit statuses
-USER_ERRORS = (SettingsError, RunError, ServerError, ListingError, PromQLError, httpx.HTTPError, OSError)
-# Settings of a file that do not concern a comparison: who may do what, and which requests an instance gets.
+SERVER_ERRORS = (RunError, ServerError, httpx.HTTPError)  # of one server
+USER_ERRORS = (SettingsError, ListingError, PromQLError, OSError, *SERVER_ERRORS)
+# Settings that do not concern a comparison: who may do what, which instances there are, and which requests they get.
 EXCLUDED_SETTINGS = {
     "strategies",
     "default_strategy",
+    "preset",
     "rules",
     "rollouts",
     "rollouts_file",
@@ -148,10 +152,15 @@ class Setup:
         }
 
     def server_settings(self) -> dict[str, Any]:
-        """Return the settings of the server that were given or that the plan needs, without strategies and secrets."""
+        """Return the settings of servers that were given or that the plan needs, without strategies and secrets."""
         given = self.settings.model_dump(mode="json", exclude_unset=True, exclude=EXCLUDED_SETTINGS)
         size = {"max_seq_len": self.plan.context + 1, "max_num_seqs": max(self.plan.batches)}
-        return given | size | {"default_strategy": next(iter(self.strategies)), "rollouts_file": "off"}
+        return given | size | {"rollouts_file": "off"}
+
+    def format_file(self, strategy: str) -> str:
+        """Return the settings file of a server with one strategy, beside the instances that every server has."""
+        settings = self.server_settings() | {"default_strategy": strategy}
+        return format_settings(settings) + format_tables("strategies", {strategy: self.instances()[strategy]})
 
 
 def compare(options: argparse.Namespace) -> Path:
@@ -170,9 +179,11 @@ def compare(options: argparse.Namespace) -> Path:
                 bars.update(task, description=text, completed=len(results.cells) + len(results.fidelity))
 
             measure_cells(setup, results, show_status)
+            measured = {cell.strategy for cell in results.cells}
+            wanted = [text for text in setup.wanted if parse_strategy(text)[0] in measured]
             for length in lengths:
                 show_status(f"fidelity at {length:,} tokens")
-                measure_fidelity(results, make_evaluate_flags(options, setup), length)
+                measure_fidelity(results, make_evaluate_flags(options, wanted), length)
     finally:
         if results.cells:
             page.write_text(make_page(results, describe_setup(setup)), encoding="utf-8")
@@ -200,13 +211,31 @@ def make_setup(options: argparse.Namespace) -> Setup:
 
 
 def measure_cells(setup: Setup, results: Comparison, show_status: Callable[[str], None]) -> None:
-    """Start a server and a Prometheus, and measure all cells."""
+    """Measure all cells, those of each turn of a strategy on a server of its own; one that fails ends its turns.
+
+    Raises RunError if nothing could be measured.
+    """
+    for (number, strategy), cells in groupby(setup.plan.cells(), attrgetter("round", "strategy")):
+        if strategy in results.failures:
+            continue
+        show_status(f"round {number + 1}: starting {strategy}")
+        try:
+            measure_turn(setup, strategy, cells, results, show_status)
+        except SERVER_ERRORS as error:
+            results.failures[strategy] = str(error) or repr(error)
+    if not results.cells:
+        raise RunError(next(iter(results.failures.values())))
+
+
+def measure_turn(
+    setup: Setup, strategy: str, cells: Iterable[Cell], results: Comparison, show_status: Callable[[str], None]
+) -> None:
+    """Start a server and a Prometheus for one strategy, and measure its cells. Raises SERVER_ERRORS."""
     token = secrets.token_hex()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = folder / "kvmux.toml"
-        written = format_settings(setup.server_settings()) + format_tables("strategies", setup.instances())
-        config.write_text(written, encoding="utf-8")
+        config.write_text(setup.format_file(strategy), encoding="utf-8")
         # The settings have what the environment said; there it would beat what this plan needs
         env = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
         url = stack.enter_context(run_server(["--config", str(config), "--admin-token", token], env)).url
@@ -214,11 +243,11 @@ def measure_cells(setup: Setup, results: Comparison, show_status: Callable[[str]
         prometheus = stack.enter_context(run_prometheus(folder, scraping))
         admin = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
         meter = CellMeter(stack.enter_context(admin), prometheus, setup.plan)
-        listed = admin.get("/v1/kv_cache").raise_for_status().json()["data"]
-        contracts = {each["name"]: each["contract"] for each in listed if "contract" in each}
-        results.exact = {name: contracts[name]["exact"] for name in setup.strategies if name in contracts}
-        for cell in setup.plan.cells():
-            show_status(f"round {cell.round + 1}: {cell.load}, {cell.strategy}")
+        for each in admin.get("/v1/kv_cache").raise_for_status().json()["data"]:
+            if each["name"] == strategy and "contract" in each:
+                results.exact[strategy] = each["contract"]["exact"]
+        for cell in cells:
+            show_status(f"round {cell.round + 1}: {strategy}, {cell.load}")
             results.cells[cell] = meter.measure(cell)
 
 
@@ -231,13 +260,13 @@ def measure_fidelity(results: Comparison, flags: Sequence[str], length: int) -> 
         results.fidelity_errors[length] = str(error).strip().splitlines()[-1]
 
 
-def make_evaluate_flags(options: argparse.Namespace, setup: Setup) -> list[str]:
-    """Return the flags of `kvmux evaluate` for the same model and strategies."""
+def make_evaluate_flags(options: argparse.Namespace, wanted: Sequence[str]) -> list[str]:
+    """Return the flags of `kvmux evaluate` for the same model, and strategies as they were asked for."""
     flags = []
     for name in ("config", *SERVER_FLAGS):
         value = getattr(options, name)
         flags += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    for name in setup.wanted:
+    for name in wanted:
         flags += ["--strategy", name]
     return flags
 

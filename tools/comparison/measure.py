@@ -24,7 +24,7 @@ WARM_UP_TOKENS = 4  # of each answer before a load is measured
 
 @dataclass(frozen=True)
 class CellMeter:
-    """Measures cells on a running server that a running Prometheus scrapes."""
+    """Measures cells on a running server that a running Prometheus scrapes, and no other server."""
 
     admin: httpx.Client  # of the server, with the token of its administration
     prometheus: Prometheus
@@ -32,7 +32,7 @@ class CellMeter:
 
     def measure(self, cell: Cell) -> CellResult:
         """Load the server and return the figures. Raises ServerError or httpx.HTTPError if it cannot be measured."""
-        self._clear_caches()
+        self._clear_cache(cell.strategy)
         salt = self.plan.make_salt(cell)
         # a few unmeasured requests with other prompts, so that no strategy pays for what comes first
         self._load(cell, f"{salt}/warm-up", 1, 0.0, WARM_UP_TOKENS)
@@ -60,12 +60,11 @@ class CellMeter:
         found = self.prometheus.query(f"sum(kvmux_requests_total{{{series}}})")
         return found[0][1] if found else None
 
-    def _clear_caches(self) -> None:
-        """Remove what earlier cells have left in the caches, so that no cell has to evict it."""
-        for strategy in self.plan.strategies:
-            answer = self.admin.post(f"/v1/kv_cache/{strategy}/clear", json={})
-            if answer.status_code != NOT_SUPPORTED:
-                answer.raise_for_status()
+    def _clear_cache(self, strategy: str) -> None:
+        """Remove what earlier cells have left in the cache, so that no cell has to evict it."""
+        answer = self.admin.post(f"/v1/kv_cache/{strategy}/clear", json={})
+        if answer.status_code != NOT_SUPPORTED:
+            answer.raise_for_status()
 
     async def _send(self, cell: Cell, salt: str, least: int, seconds: float, max_tokens: int) -> list[Outcome]:
         """Let each client send requests in turn, at least `least` and for `seconds`; return all outcomes."""

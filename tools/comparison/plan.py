@@ -1,7 +1,7 @@
 """Defines what a comparison measures: strategies, loads and rounds.
 
 A load is a prompt length and a batch size. A cell is one measurement: a load under a strategy in a round. Prompts of a
-round begin alike by half of their tokens, as with a common system prompt, so that caches have something to find.
+cell begin alike by half of their tokens, as with a common system prompt, so that caches have something to find.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ class Plan:
         return max(self.prompt_lengths) + self.max_tokens
 
     def cells(self) -> Iterator[Cell]:
-        """Yield all cells; strategies take turns at a load, and each round begins with another one."""
+        """Yield all cells; each strategy has a turn with all loads, and each round begins with another one."""
+        # The machine drifts from turn to turn, so a strategy's turns should come early, midway and late in the rounds
+        step = max(1, len(self.strategies) // self.rounds)
         for number in range(self.rounds):
-            first = number % len(self.strategies)
+            first = number * step % len(self.strategies)
             turns = [*self.strategies[first:], *self.strategies[:first]]
-            yield from (Cell(number, load, strategy) for load in self.loads for strategy in turns)
+            yield from (Cell(number, load, strategy) for strategy in turns for load in self.loads)
 
     def make_requests(self, vocabulary: PromptVocabulary, load: Load, salt: str) -> Iterator[BenchRequest]:
         """Yield the requests of a load, without end; they are the same ones for the same salt."""

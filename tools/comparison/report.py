@@ -67,6 +67,7 @@ def make_page(results: Comparison, setup: ReportSetup) -> str:
         rounds=results.plan.rounds,
         tables=[*tables, *(make_table(results, figure) for figure in FIGURES)],
         errors=list(_iter_errors(results)),
+        failures=results.failures,
         options=[(name, json.dumps(each)) for name, each in setup.options.items()],
         queries=[(figure.title, figure.query) for figure in FIGURES],
     )

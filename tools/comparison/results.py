@@ -30,7 +30,8 @@ class Comparison:
     plan: Plan
     max_kl: float  # bound of advice, nats per token
     cells: dict[Cell, CellResult] = field(default_factory=dict)
-    exact: Mapping[str, bool] = field(default_factory=dict)  # whether each strategy promises to change no answer
+    exact: dict[str, bool] = field(default_factory=dict)  # whether each strategy promises to change no answer
+    failures: dict[str, str] = field(default_factory=dict)  # by strategy, why its server could not be measured
     fidelity: dict[int, dict[str, StrategyFidelity]] = field(default_factory=dict)  # by prompt length, then by name
     fidelity_errors: dict[int, str] = field(default_factory=dict)  # by prompt length
 
@@ -61,7 +62,7 @@ class Comparison:
                 self.summarize("tokens_per_second", load, name),
                 self.summarize("kv_memory", load, name),
                 fidelity.get(name),
-                self.count_errors(load, name).total(),
+                self.count_errors(load, name).total() + (name in self.failures),
             )
             for name in self.plan.strategies
         ]
@@ -78,7 +79,8 @@ class Comparison:
         }
         return {
             "cells": cells,
-            "exact": dict(self.exact),
+            "exact": self.exact,
+            "failures": self.failures,
             "fidelity": fidelity,
             "fidelity_errors": self.fidelity_errors,
         }

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from config.settings_file import format_settings
 from tests.metrics.prometheus_server import tool
+from tests.tools.comparison.test_memory import TOKEN_BYTES
 from tools.comparison import __main__ as command
 from tools.comparison.figures import BY_NAME
 from tools.comparison.measure import CellMeter
@@ -92,6 +93,35 @@ def test_an_interrupted_comparison_reports_what_it_has_measured(
     assert len(json.loads((tmp_path / command.RESULTS).read_text())["cells"]) == 2
 
 
+@pytest.mark.apart
+@pytest.mark.timeout(240)
+def test_what_one_strategy_needs_does_not_concern_another(tmp_path: Path) -> None:
+    tool("prometheus")
+    sizes = ["--prompt-tokens", "64", "--batch", "1", "--kv-memory", "800KiB"]
+    arguments = [*SMALL, "--strategies", "mirrored", "paged", *sizes, "--out", str(tmp_path)]
+    assert command.main(arguments) == 0
+    results = json.loads((tmp_path / command.RESULTS).read_text())
+    longest = 3 * (64 + 8 + 1) * TOKEN_BYTES  # the tokens of 2 KV heads, and of 4 query heads
+    assert results["failures"].keys() == {"mirrored"}
+    assert f"the minimum is kv_memory={longest}" in results["failures"]["mirrored"]
+    assert [cell["strategy"] for cell in results["cells"]] == ["paged"]
+    assert results["fidelity"]["64"].keys() == {"paged"}
+    page = (tmp_path / command.REPORT).read_text()
+    assert "The server of mirrored failed" in page
+    assert f"the minimum is kv_memory={longest}" in page
+    assert "1 of 2 cells are not measured" in page
+
+
+@pytest.mark.apart
+@pytest.mark.timeout(240)
+def test_if_no_server_starts_the_command_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool("prometheus")
+    arguments = ["--strategies", "paged", "contiguous", "--prompt-tokens", "1000000", "--out", str(tmp_path)]
+    assert command.main(arguments) == command.USER_ERROR
+    assert "max_seq_len is 1000065, but the model has" in capsys.readouterr().err
+    assert not (tmp_path / command.REPORT).exists()
+
+
 def test_a_failed_evaluation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(flags: Sequence[str], length: int) -> NoReturn:
         raise RunError("the output\nno room")
@@ -134,18 +164,22 @@ def test_wrong_settings_are_reported(
     assert message in capsys.readouterr().err
 
 
-def test_settings_of_a_file_are_used_but_secrets(tmp_path: Path) -> None:
+def test_a_server_has_the_settings_of_a_file_but_secrets_and_other_strategies(tmp_path: Path) -> None:
     file = tmp_path / "kvmux.toml"
     file.write_text(
-        'api_keys = ["a-long-secret"]\nmax_num_batched_tokens = 64\n[strategies.mine]\nkind = "compressed"\n'
+        'api_keys = ["a-long-secret"]\nmax_num_batched_tokens = 64\npreset = "small"\n'
+        '[strategies.mine]\nkind = "compressed"\n'
         'limit = "25%"\n'
         "scorer_options = {width = 3}\n"
     )
     parser = command.make_parser()
     setup = command.make_setup(parser.parse_args(["--config", str(file), "--strategies", "mine", "paged"]))
     mine = {"kind": "compressed", "floor": "0%", "limit": "25%", "scorer_options": {"width": 3}}
-    assert setup.instances()["mine"] == mine
-    text = format_settings(setup.server_settings())
-    assert "max_num_batched_tokens = 64" in text
+    text = setup.format_file("mine")
     assert "secret" not in text
-    assert 'default_strategy = "mine"' in text
+    written = tomllib.loads(text)
+    assert written["max_num_batched_tokens"] == 64
+    assert "preset" not in written, "it would be an instance"
+    assert written["strategies"] == {"mine": mine}
+    assert written["default_strategy"] == "mine"
+    assert tomllib.loads(setup.format_file("paged"))["strategies"].keys() == {"paged"}

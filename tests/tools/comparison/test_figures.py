@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -18,12 +19,17 @@ def make_result(value: float | None = 1.5, errors: dict[str, int] | None = None)
     return CellResult(5.0, dict.fromkeys((figure.name for figure in FIGURES), value), 4, errors or {})
 
 
-def test_strategies_take_turns_at_a_load() -> None:
+def test_strategies_take_turns() -> None:
     cells = list(PLAN.cells())
     assert len(cells) == len(set(cells)) == 2 * 4 * 3
-    assert [cell.strategy for cell in cells[:6]] == ["a", "b", "c", "a", "b", "c"]
-    assert [cell.strategy for cell in cells[12:15]] == ["b", "c", "a"], "the second round begins with another one"
-    assert {cell.load for cell in cells[:3]} == {Load(128, 1)}
+    assert "".join(cell.strategy for cell in cells) == "aaaabbbbcccc" + "bbbbccccaaaa", "each has a turn in each round"
+    assert [cell.load for cell in cells] == PLAN.loads * 6, "all loads of a turn"
+
+
+@pytest.mark.parametrize(("names", "rounds", "begin"), [("abcdefghij", 3, "adg"), ("ab", 3, "aba"), ("abc", 1, "a")])
+def test_each_round_begins_with_another_strategy(names: str, rounds: int, begin: str) -> None:
+    cells = list(replace(PLAN, strategies=names, rounds=rounds).cells())
+    assert "".join(cell.strategy for cell in cells[:: len(names) * len(PLAN.loads)]) == begin
 
 
 def test_the_requests_of_a_load_are_the_same_for_every_strategy() -> None:

@@ -63,6 +63,7 @@ def make_comparison() -> Comparison:
     small = StrategyFidelity(0.002, 0.998, 5.0)
     results.fidelity = {64: {"paged": StrategyFidelity(0.0, 1.0, 5.0), "small": small}, 128: {}}
     results.fidelity_errors = {128: f"no room {HOSTILE}"}
+    results.failures = {"gone": f"cannot start {HOSTILE}"}
     return results
 
 
@@ -86,8 +87,8 @@ def test_the_page_is_whole_and_loads_nothing(text: str) -> None:
     assert not {"link", "img", "iframe", "object"} & page.seen
     assert all(link.startswith("#") for link in page.links), "only within the page"
     assert not re.search(r"url\((?!#)|@import", text)
-    # As text: title, heading, model, four failed cells, an evaluation's error, the command, options of a strategy
-    assert sum(HOSTILE in each for each in page.texts) == 3 + 4 + 1 + 1 + 1
+    # As text: title, heading, model, errors of a server and an evaluation, four failed cells, the command, options
+    assert sum(HOSTILE in each for each in page.texts) == 3 + 2 + 4 + 1 + 1
 
 
 def test_the_page_has_every_figure(text: str) -> None:
@@ -112,3 +113,10 @@ def test_a_page_tells_what_is_not_measured() -> None:
     assert "The fidelity was not measured" in page
     assert "<svg" not in page
     Page(page)
+
+
+def test_a_strategy_whose_server_failed_is_not_advised() -> None:
+    results = make_comparison()
+    assert results.advice()[0].exact is not None
+    results.failures["paged"] = "it ended"
+    assert results.advice()[0].exact is None
