@@ -18,7 +18,6 @@ from server.evaluation.board.verdicts import describe_length, recommend
 from tests.evaluation.board.boards import RIGHT, WRONG, make_board, make_quality
 
 FOLDER = Path("boards/mine")
-FOR_THE_GUARD = ("board = ", "guard = ")  # lines that `Settings` does not know yet
 LONG_NAME = "compressed" + "-option" * 20
 
 
@@ -51,7 +50,7 @@ def make(best: Mapping[int, str], non_defaults: Mapping[str, Mapping[str, Any]])
 def read(toml: str, tmp_path: Path) -> Settings:
     """Return the settings as a server reads them."""
     file = tmp_path / "kvmux.toml"
-    file.write_text("".join(line for line in toml.splitlines(True) if not line.startswith(FOR_THE_GUARD)))
+    file.write_text(toml)
     return load_settings(file, {})
 
 
@@ -70,6 +69,7 @@ def test_a_preset_is_named_and_moved_to_by_a_roll_out(tmp_path: Path) -> None:
     }
     settings = read(block.toml, tmp_path)
     assert settings.default_strategy == settings.rollouts["small"].from_ == "exact"
+    assert settings.rollouts["small"].guard.board
     assert settings.strategies["small"].options == {"k_dtype": "int8", "v_dtype": "int4"}
 
 
