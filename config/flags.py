@@ -60,6 +60,25 @@ def flag(default: Any, kind: Kind, help: str, *, exclusive: bool = False, repr: 
     return field(default=default, repr=repr, metadata={"exclusive": exclusive, "how": how | {"help": help}})
 
 
+def format_flags(options: Any) -> list[str]:
+    """Return the arguments that give the options of a dataclass, without those that have their defaults."""
+    arguments: list[str] = []
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if value != option.default:
+            appends = option.metadata["how"].get("action") == "append"
+            arguments += [part for each in (value if appends else [value]) for part in format_flag(option.name, each)]
+    return arguments
+
+
+def format_flag(name: str, value: Any) -> list[str]:
+    """Return the arguments that give an option or a setting a value, or each of a list of values."""
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
+
+
 def add_flags(parser: argparse.ArgumentParser, title: str, options: type[Any]) -> None:
     """Add a flag for each field of a dataclass, in a group with a title."""
     group = parser.add_argument_group(title)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from cache_strategies.errors import StrategyError
 from cache_strategies.registry import list_kinds
 from cache_strategies.scorers import list_scorers
 from config.errors import SettingsError, convert_write_errors
+from config.flags import format_flag, format_flags
 from config.presets import PRESETS
 from config.settings import Settings, StrategySettings, load_settings
 from server.cli.flags import pop_settings_file
@@ -92,12 +94,20 @@ def run(flags: dict[str, Any]) -> int:
     return INTERRUPTED if report.suites is not None and report.suites.is_interrupted else 0
 
 
+def format_command(options: EvaluateOptions, file: Path | None, settings: Mapping[str, Any]) -> str:
+    """Return the command that gives these options and settings, as a shell reads it."""
+    config = {} if file is None else {"config": file}
+    given = [part for name, value in {**config, **settings}.items() for part in format_flag(name, value)]
+    return shlex.join(["kvmux", "evaluate", *given, *format_flags(options)])
+
+
 def run_board(folder: Path, options: EvaluateOptions, file: Path | None, flags: Mapping[str, Any]) -> int:
     """Measure what is missing of the board in a folder, and print where it is. Return the exit status."""
     for flag in ("length", "json", "plot", "question_at"):
         if getattr(options, flag) is not None:
             name = flag.replace("_", "-")
             raise SettingsError(f"--{name}: leave it out with --board, which has --lengths and files of its own")
+    command = format_command(options, file, flags)
     options = replace(
         options, strategy=options.strategy or BOARD_STRATEGIES, texts=min(options.texts, QUICK_TEXTS), records=0
     )
@@ -114,7 +124,7 @@ def run_board(folder: Path, options: EvaluateOptions, file: Path | None, flags: 
 
     try:
         with make_progress_bar() as bars:
-            is_whole = BoardRunner(folder, options, BoardSource(start, read_text), bars).run(lengths)
+            is_whole = BoardRunner(folder, options, BoardSource(start, read_text, command), bars).run(lengths)
     except (StrategyError, SettingsError) as error:  # which name the flag of evaluations without a board
         raise SettingsError(re.sub(r"--length\b", "--lengths", str(error))) from error
     table = folder / BOARD_TABLE

@@ -80,7 +80,8 @@ def make_table(board: Board, blocks: Sequence[SettingsBlock]) -> str:
         rows = [[cell.strategy, *row] for cell, row in _list_rows(board, length)]
         table = format_table(["strategy", *board.setup.tasks], COLUMNS, rows)
         parts += [f"## {length:,} tokens", table]
-    return "\n\n".join([*parts, METHOD, *find_warnings(board)]) + "\n"
+    command = [f"    {board.command}"] if board.command else []
+    return "\n\n".join([*parts, METHOD, *find_warnings(board), *command]) + "\n"
 
 
 def make_page(board: Board, blocks: Sequence[SettingsBlock]) -> str:

@@ -49,6 +49,7 @@ class BoardSource(NamedTuple):
     start: Callable[[int], tuple[Engine, list[str]]]
     # Of (an engine, exact caching and perhaps another strategy): a result for each
     read_text: Callable[[Engine, Sequence[str], Progress], Sequence[StrategyResult]]
+    command: str  # that was given
 
 
 class BoardRunner:
@@ -99,10 +100,11 @@ class BoardRunner:
         margin = self._options.margin / 100
         board = load_board(self._folder)
         if board is None:
-            return Board(FORMAT, "", margin, setup, [], non_defaults)
+            return Board(FORMAT, "", margin, setup, [], non_defaults, self._source.command)
         check_same_setup(board.setup, setup, self._folder)
-        if (board.margin, board.non_defaults) != (margin, non_defaults):
-            board.margin, board.non_defaults = margin, non_defaults
+        given = margin, non_defaults, self._source.command
+        if (board.margin, board.non_defaults, board.command) != given:
+            board.margin, board.non_defaults, board.command = given
             write_files(self._folder, make_files(board, self._folder))
         return board
 

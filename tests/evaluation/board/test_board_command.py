@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,10 +81,13 @@ def test_a_run_is_interrupted_goes_on_and_ends(
     with monkeypatch.context() as patch:
         interrupt_after(0, patch)
         assert found["non_defaults"] == {"paged": {}, SMALL_NAME: {"k_dtype": "int8", "v_dtype": "int4"}}
-        older = {name: value for name, value in found.items() if name != "non_defaults"}
+        older = {name: value for name, value in found.items() if name not in ("non_defaults", "command")}
         (folder / "board.json").write_text(json.dumps(older))
+        assert main(shlex.split(found["command"])[1:]) == 0
+        assert read(folder) == found
         assert run(capsys, folder, *STRATEGIES, "--margin", "5")[0] == 0
-    found["margin"] = 0.05
+    found |= {"margin": 0.05, "command": read(folder)["command"]}
+    assert "--margin 5.0" in found["command"]
     assert read(folder) == found
 
     code, out, err = run(capsys, folder, "--strategy", "paged", "--strategy", "paged:k_dtype=int8,v_dtype=int8")
