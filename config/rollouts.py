@@ -1,6 +1,6 @@
 """The settings of roll-outs: from which instance to which, in which stages, and what a guard does not let pass.
 
-Knows shares and numbers. `settings.py` has the tables; `server/engine/rollouts` carries roll-outs out.
+Knows shares and numbers. `settings.py` has the tables; `server/rollouts` carries roll-outs out.
 """
 
 from __future__ import annotations

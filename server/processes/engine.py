@@ -27,7 +27,7 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
     """
     try:
         engine = build_engine(settings, calls=status.calls, disabled=status.disabled)
-        board = read_board_bounds(engine)
+        board = read_board_bounds(engine, is_restart=restarts > 0)
         capture = Capture.begin(settings.metal_capture_steps, engine.device)
     except SettingsError as error:
         status.send({"error": str(error)})

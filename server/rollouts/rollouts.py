@@ -54,9 +54,10 @@ class Rollouts:
     def set_board(self, board: BoardBounds | None) -> None:
         """Take the bounds of the board that the engine has read, for the roll-outs whose guard asks for it.
 
-        A roll-out that has none there, as the model or a strategy is another one now, is aborted.
+        A roll-out that has none there, as the model or a strategy is another one now, is aborted. Bounds that are known
+        stay if a later engine could not read the board.
         """
-        self._board = board
+        self._board = board or self._board
         for rollout in self._rollouts.values():
             if rollout.is_active:
                 try:
@@ -70,7 +71,9 @@ class Rollouts:
         if settings.guard.board:
             if self._board is None:
                 raise ValueError("the server has no board: start it with the setting board, or write bounds")
-            rollout.set_bounds(self._board.find(settings.from_, settings.to))
+            bounds = self._board.find(settings.from_, settings.to)
+            if bounds is not None:
+                rollout.set_bounds(bounds)
 
     def list_splits(self) -> SetSplits:
         """Return how requests are to be divided now."""
@@ -255,7 +258,9 @@ class Rollouts:
         return new
 
     def _describe_declared(self, name: str) -> dict[str, Any] | None:
-        return self._declared[name].model_dump(mode="json") if name in self._declared else None
+        """Return what the settings give, also if that is a default: a bound of a board does not replace it."""
+        declared = self._declared.get(name)
+        return None if declared is None else declared.model_dump(mode="json", exclude_unset=True)
 
     def _describe_instances(self, settings: RolloutSettings) -> dict[str, Any]:
         """Return what a comparison of a roll-out's instances depends on, as JSON has it: their settings, the model."""

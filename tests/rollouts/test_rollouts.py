@@ -363,7 +363,8 @@ def test_fidelity_is_known_for_each_pair(driver: RolloutDriver) -> None:
 
 # ---------------------------------------------------------------- bounds of a board
 BY_BOARD = ROLLOUT | {"guard": "board"}
-BOARD = BoardBounds(["paged"], {"small": {"kl_mean": 0.02, "top1": 0.9}}, {"window": "the window answers worse"})
+BOUNDS = {"paged": {"kl_mean": 0.01}, "small": {"kl_mean": 0.02, "top1": 0.9}}
+BOARD = BoardBounds(["paged"], BOUNDS, {"window": "the window answers worse"})
 
 
 def test_a_guard_takes_from_the_board_what_it_was_not_given(rng: random.Random) -> None:
@@ -380,7 +381,7 @@ def test_a_guard_takes_from_the_board_what_it_was_not_given(rng: random.Random) 
 def test_bounds_of_the_board_hold_after_a_restart_also_if_they_have_changed(rng: random.Random, tmp_path: Path) -> None:
     for bound in (0.02, 0.03):
         driver = RolloutDriver(rng, {"r": BY_BOARD}, tmp_path / "file", board="there")
-        driver.rollouts.set_board(msgspec.structs.replace(BOARD, bounds={"small": {"kl_mean": bound}}))
+        driver.rollouts.set_board(msgspec.structs.replace(BOARD, bounds=BOUNDS | {"small": {"kl_mean": bound}}))
         assert driver.show("r")["settings"]["guard"]["kl_mean"] == bound
         assert len(driver.show("r")["history"]) == 1, "it goes on"
         driver.rollouts.close()
@@ -398,5 +399,25 @@ def test_a_roll_out_that_the_board_has_no_bounds_for_is_not_started(rng: random.
 
 def test_a_roll_out_is_aborted_if_its_bounds_are_gone(rng: random.Random) -> None:
     driver = RolloutDriver(rng, {"r": BY_BOARD}, board="there")
-    driver.rollouts.set_board(msgspec.structs.replace(BOARD, bounds={}, refusals={"small": "it is another model"}))
+    refused = BoardBounds(["paged"], {"paged": {}}, {"small": "it is another model"})
+    driver.rollouts.set_board(refused)
     assert (driver.show("r")["state"], driver.show("r")["reason"]) == ("aborted", "it is another model")
+
+
+@pytest.mark.parametrize("disabled", ["paged", "small", "the board"])
+def test_bounds_stay_while_an_instance_is_disabled_or_the_board_is_gone(rng: random.Random, disabled: str) -> None:
+    driver = RolloutDriver(rng, {"r": BY_BOARD}, board="there")
+    driver.rollouts.set_board(BOARD)
+    others = {name: bounds for name, bounds in BOUNDS.items() if name != disabled}
+    later = BoardBounds([name for name in others if name == "paged"], others, BOARD.refusals)
+    driver.rollouts.set_board(None if disabled == "the board" else later)
+    assert (driver.show("r")["state"], driver.show("r")["settings"]["guard"]["kl_mean"]) == ("shadow", 0.02)
+
+
+def test_a_bound_that_is_given_as_its_default_is_another_setting(rng: random.Random, tmp_path: Path) -> None:
+    """It replaces the board's, so the roll-out begins anew."""
+    for guard, bound in (({"board": True}, 0.02), ({"board": True, "kl_mean": 0.05}, 0.05)):
+        driver = RolloutDriver(rng, {"r": ROLLOUT | {"guard": guard}}, tmp_path / "file", board="there")
+        driver.rollouts.set_board(BOARD)
+        assert driver.show("r")["settings"]["guard"]["kl_mean"] == bound
+        driver.rollouts.close()

@@ -70,6 +70,7 @@ EXCLUDED_SETTINGS = {
     "rules",
     "rollouts",
     "rollouts_file",
+    "board",
     "api_keys",
     "key_limits",
     "admin_token",

@@ -269,8 +269,13 @@ class BoardBounds(msgspec.Struct, frozen=True):
     bounds: dict[str, dict[str, float]]  # by candidate; the keys are those of a roll-out's guard
     refusals: dict[str, str]  # why the other instances have none
 
-    def find(self, baseline: str, candidate: str) -> dict[str, float]:
-        """Return the bounds of a roll-out. Raises ValueError that says why there are none."""
+    def find(self, baseline: str, candidate: str) -> dict[str, float] | None:
+        """Return the bounds of a roll-out; None if one of its instances is disabled, so that none is watched.
+
+        Raises ValueError that says why there are none.
+        """
+        if not {baseline, candidate} <= self.bounds.keys() | self.refusals.keys():
+            return None
         if candidate in self.refusals:
             raise ValueError(self.refusals[candidate])
         if baseline not in self.exact:

@@ -1,6 +1,6 @@
 """Takes the bounds of roll-outs from a board, so that what was measured offline is what is watched live.
 
-The setting `board` names its folder. The engine reads it once, at its start, and tells the controller of roll-outs.
+The setting `board` names its folder. Each engine reads it at its start, and tells the controller of roll-outs.
 """
 
 from __future__ import annotations
@@ -23,26 +23,38 @@ log = logging.getLogger(__name__)
 # Times the measured divergence: that of a format differs by a factor of two between kinds of text
 # (docs/laboratory/kv_formats.md), and a live one is estimated from few requests
 MARGIN = 3.0
-LEAST_KL = 1e-3  # nats a token, the least bound: strategies that are equal differ by the order of additions
+# What counts as measured at least: with weights in few bits activations are rounded, and the order of additions alone
+# moves predictions by up to 0.008 nats a token on average (the same page)
+LEAST_KL_MEAN, LEAST_KL_P99, LEAST_DISAGREEMENT = 0.005, 0.05, 0.01
 FORMATS = ("dtype", "weights")  # settings of the engine without which the figures are those of another model
 
 
-def read_board_bounds(engine: Engine) -> BoardBounds | None:
+def read_board_bounds(engine: Engine, *, is_restart: bool = False) -> BoardBounds | None:
     """Return what the board of an engine's settings allows each of its instances; None if they name no board.
 
     Raises SettingsError if there is no board, or one of another model or number format, or if it has no bounds for a
-    roll-out of the settings that takes them from it.
+    roll-out of the settings that takes them from it. On a restart that is logged, and None is returned: the server
+    goes on with the bounds that it has.
     """
     if engine.settings.board is None:
         return None
-    folder = Path(engine.settings.board)
+    try:
+        return _read(engine, Path(engine.settings.board))
+    except SettingsError as error:
+        if not is_restart:
+            raise
+        log.error("%s; roll-outs keep the bounds that they have", error)
+        return None
+
+
+def _read(engine: Engine, folder: Path) -> BoardBounds:
     board = load_board(folder)
     if board is None:
         raise SettingsError(f"board: there is none in {folder}: measure it by `kvmux evaluate --board {folder}`")
     _check_model(engine, board, folder)
     found = _list_bounds(engine, board, folder)
     for name, rollout in engine.settings.rollouts.items():
-        if rollout.guard.board and rollout.to in engine.core.instances:  # one that is disabled has no requests
+        if rollout.guard.board:
             try:
                 found.find(rollout.from_, rollout.to)
             except ValueError as error:
@@ -50,6 +62,8 @@ def read_board_bounds(engine: Engine) -> BoardBounds | None:
     longest = max(board.lengths, default=0)
     if engine.max_seq_len > longest:
         log.info("board %s: measured with texts up to %d tokens; longer ones may diverge further", folder, longest)
+    if board.setup.query_aware:
+        log.warning("board %s: measured with --query-aware, where strategies see questions sooner than here", folder)
     return found
 
 
@@ -71,16 +85,22 @@ def _check_model(engine: Engine, board: Board, folder: Path) -> None:
 def _list_bounds(engine: Engine, board: Board, folder: Path) -> BoardBounds:
     settings = get_effective_settings(engine)
     is_timed = all(board.setup.engine[name] == settings[name] for name in ("device", "kernels"))
+    lengths = list_relevant_lengths(board.lengths, engine.max_seq_len)
     found = BoardBounds([], {}, {})
     for instance in engine.instances:
         if engine.core.instances[instance.name].contract.exact:
             found.exact.append(instance.name)
         described = describe_strategy(instance.kind, instance.options)
-        cells = [cell for cell in board.cells if board.setup.strategies[cell.strategy] == described]
-        if not cells:
+        name = next((name for name, each in board.setup.strategies.items() if each == described), None)
+        cells = [cell for cell in board.cells if cell.strategy == name and cell.length in lengths]
+        if name is None:
             found.refusals[instance.name] = (
                 f"the board in {folder} has no strategy with the options of {instance.name!r}; it has "
                 f"{', '.join(board.setup.strategies)}"
+            )
+        elif not lengths or len(cells) < len(lengths):
+            found.refusals[instance.name] = (
+                f"the board in {folder} is not measured to its end for {name}: the same `kvmux evaluate` goes on"
             )
         elif worse := _find_worse(board, cells):
             found.refusals[instance.name] = (
@@ -90,6 +110,11 @@ def _list_bounds(engine: Engine, board: Board, folder: Path) -> BoardBounds:
         else:
             found.bounds[instance.name] = compute_bounds(board, cells, is_timed=is_timed)
     return found
+
+
+def list_relevant_lengths(lengths: Sequence[int], max_seq_len: int) -> list[int]:
+    """Return the lengths of a board, shortest first, up to the first that is as long as any text may be."""
+    return [length for i, length in enumerate(lengths) if i == 0 or lengths[i - 1] < max_seq_len]
 
 
 def _find_worse(board: Board, cells: Sequence[BoardCell]) -> str:
@@ -109,13 +134,12 @@ def compute_bounds(board: Board, cells: Sequence[BoardCell], *, is_timed: bool) 
 
     With `is_timed`, a strategy that was measured to be slower may be slower by so much more than the default.
     """
-    worst = {
-        "kl_mean": max(cell.quality.kl_mean for cell in cells),
-        "kl_p99": max(cell.quality.kl_p99 for cell in cells),
+    disagreement = max(LEAST_DISAGREEMENT, *(1 - cell.quality.top1_agreement for cell in cells))
+    bounds = {
+        "kl_mean": round(MARGIN * max(LEAST_KL_MEAN, *(cell.quality.kl_mean for cell in cells)), 6),
+        "kl_p99": round(MARGIN * max(LEAST_KL_P99, *(cell.quality.kl_p99 for cell in cells)), 6),
+        "top1": round(max(0.0, 1 - MARGIN * disagreement), 6),
     }
-    bounds = {key: round(MARGIN * max(value, LEAST_KL), 6) for key, value in worst.items()}
-    disagreement = max(1 - cell.quality.top1_agreement for cell in cells)
-    bounds["top1"] = round(max(0.0, 1 - MARGIN * max(disagreement, LEAST_KL)), 6)
     return bounds | (_compute_time_ratios(board, cells) if is_timed else {})
 
 

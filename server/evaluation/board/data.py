@@ -105,12 +105,7 @@ class Board(msgspec.Struct):
     setup: BoardSetup
     cells: list[BoardCell]
     non_defaults: dict[str, dict[str, Any]] = {}  # options that are not their kind's defaults, by strategy
-    command: str = ""  # that measured it last
-
-    def get_options(self, strategy: str) -> dict[str, Any]:
-        """Return the options that make a strategy: all of them if the file is older than `non_defaults`."""
-        every = {name: value for name, value in self.setup.strategies[strategy].items() if name != "kind"}
-        return self.non_defaults.get(strategy, every)
+    commands: list[str] = []  # that measured its cells
 
     @property
     def exact(self) -> str:

@@ -80,8 +80,8 @@ def make_table(board: Board, blocks: Sequence[SettingsBlock]) -> str:
         rows = [[cell.strategy, *row] for cell, row in _list_rows(board, length)]
         table = format_table(["strategy", *board.setup.tasks], COLUMNS, rows)
         parts += [f"## {length:,} tokens", table]
-    command = [f"    {board.command}"] if board.command else []
-    return "\n\n".join([*parts, METHOD, *find_warnings(board), *command]) + "\n"
+    commands = "\n".join(f"    {command}" for command in board.commands)
+    return "\n\n".join([*parts, METHOD, *find_warnings(board), commands]) + "\n"
 
 
 def make_page(board: Board, blocks: Sequence[SettingsBlock]) -> str:
@@ -111,10 +111,11 @@ def make_page(board: Board, blocks: Sequence[SettingsBlock]) -> str:
 def describe_setup(board: Board) -> str:
     """Return how the board was measured, in a line."""
     setup = board.setup
+    aware = ", questions asked before keys are dropped" if setup.query_aware else ""
     return (
         f"kvmux {setup.version['version']}, {setup.engine['dtype']}, weights {setup.engine['weights']}, "
         f"{setup.engine['threads']} threads of {setup.machine['processor']}; {setup.samples} samples of each task, "
-        f"seed {setup.seed}; files {setup.digest}; {board.date[:10]}"
+        f"seed {setup.seed}{aware}; files {setup.digest}; {board.date[:10]}"
     )
 
 

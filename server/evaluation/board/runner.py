@@ -100,11 +100,10 @@ class BoardRunner:
         margin = self._options.margin / 100
         board = load_board(self._folder)
         if board is None:
-            return Board(FORMAT, "", margin, setup, [], non_defaults, self._source.command)
+            return Board(FORMAT, "", margin, setup, [], non_defaults)
         check_same_setup(board.setup, setup, self._folder)
-        given = margin, non_defaults, self._source.command
-        if (board.margin, board.non_defaults, board.command) != given:
-            board.margin, board.non_defaults, board.command = given
+        if (board.margin, board.non_defaults) != (margin, non_defaults):
+            board.margin, board.non_defaults = margin, non_defaults
             write_files(self._folder, make_files(board, self._folder))
         return board
 
@@ -141,6 +140,7 @@ class BoardRunner:
 
     def _save(self, board: Board, *cells: BoardCell) -> None:
         board.cells = sorted([*board.cells, *cells], key=lambda cell: cell.length)
+        board.commands = list(dict.fromkeys([*board.commands, self._source.command]))
         board.date = datetime.now().astimezone().isoformat(timespec="seconds")
         write_files(self._folder, make_files(board, self._folder))
 

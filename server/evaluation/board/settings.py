@@ -25,24 +25,27 @@ class SettingsBlock(NamedTuple):
 
 def list_settings(board: Board, folder: Path) -> list[SettingsBlock]:
     """Return settings for each strategy that the board in a folder recommends at one or more lengths."""
-    lengths: dict[str, list[str]] = {}
+    lengths: dict[str, list[int]] = {}
     for length in board.lengths:
         if cell := recommend(board, length):
-            lengths.setdefault(cell.strategy, []).append(f"{length:,}")
+            lengths.setdefault(cell.strategy, []).append(length)
     return [
         SettingsBlock(
-            f"Settings for texts up to {' and '.join(each)} tokens, with a roll-out that moves requests from "
-            f"`{board.exact}` to `{name}` in stages:",
-            _format_rollout(board, name, folder),
+            f"Settings for texts up to {' and '.join(f'{length:,}' for length in each)} tokens, with a roll-out that "
+            f"moves requests from `{board.exact}` to `{name}` in stages:",
+            _format_rollout(board, name, each[-1], folder),
         )
         for name, each in lengths.items()
     ]
 
 
-def _format_rollout(board: Board, name: str, folder: Path) -> str:
+def _format_rollout(board: Board, name: str, longest: int, folder: Path) -> str:
+    """Return settings with the number format that was measured, and no longer texts if those are not recommended."""
     rollout = {"from": board.exact, "to": name, "guard": "board"}
+    limit = {} if longest == board.lengths[-1] else {"max_seq_len": longest}
+    settings = {"board": str(folder), "dtype": board.setup.engine["dtype"], **limit, "default_strategy": board.exact}
     parts = (
-        format_settings({"board": str(folder), "default_strategy": board.exact}),
+        format_settings(settings),
         format_tables("strategies", {each: _declare(board, each) for each in (board.exact, name)}),
         format_tables("rollouts", {name[:MAX_NAME_LENGTH]: rollout}),
     )
@@ -51,5 +54,5 @@ def _format_rollout(board: Board, name: str, folder: Path) -> str:
 
 def _declare(board: Board, name: str) -> dict[str, Any]:
     """Return the table of a strategy, which is short if the strategy is the preset of its name."""
-    declared = {"kind": board.setup.strategies[name]["kind"], **board.get_options(name)}
+    declared = {"kind": board.setup.strategies[name]["kind"], **board.non_defaults[name]}
     return {"preset": name} if name in PRESETS and declared == PRESETS[name].settings else declared

@@ -37,4 +37,5 @@ def make_board(cells: Mapping[str, data.QualityFigures], *, length: int = 4096, 
         data.BoardCell(length, name, quality, make_speed(10.0 + i) if speed else None)
         for i, (name, quality) in enumerate(cells.items())
     ]
-    return data.Board(data.FORMAT, "2026-11-30T21:00:00+00:00", 0.1, make_setup(list(cells), tasks), made)
+    setup, non_defaults = make_setup(list(cells), tasks), {name: dict[str, object]() for name in cells}
+    return data.Board(data.FORMAT, "2026-11-30T21:00:00+00:00", 0.1, setup, made, non_defaults)

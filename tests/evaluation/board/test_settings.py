@@ -63,6 +63,7 @@ def test_a_preset_is_named_and_moved_to_by_a_roll_out(tmp_path: Path) -> None:
     )
     assert tomllib.loads(block.toml) == {
         "board": "boards/mine",
+        "dtype": "bfloat16",
         "default_strategy": "exact",
         "strategies": {"exact": {"preset": "exact"}, "small": {"preset": "small"}},
         "rollouts": {"small": {"from": "exact", "to": "small", "guard": "board"}},
@@ -88,18 +89,13 @@ def test_each_recommended_strategy_has_settings_of_its_own(tmp_path: Path) -> No
     first, second = list_settings(board, FOLDER)
     assert "up to 1,024 and 4,096 tokens," in first.title
     assert "up to 2,048 tokens," in second.title
-    assert read(first.toml, tmp_path).strategies["a"].kind == "quest"
-    assert read(second.toml, tmp_path).strategies["b"].options == {"v_dtype": "int8"}
+    settings = [read(each.toml, tmp_path) for each in (first, second)]
+    assert settings[0].strategies["a"].kind == "quest"
+    assert settings[1].strategies["b"].options == {"v_dtype": "int8"}
+    assert [each.max_seq_len for each in settings] == [None, 2048], "no longer texts than it is recommended for"
     files = {name: content.decode() for name, content in make_files(board, FOLDER).items()}
     assert files[TABLE].count(f"```toml\n{first.toml}```") == files[TABLE].count(f"```toml\n{second.toml}```") == 1
     assert files[PAGE].count("[rollouts.") == 2
-
-
-def test_a_file_without_the_defaults_has_all_options(tmp_path: Path) -> None:
-    board = make({4096: "a"}, {"paged": {}, "a": {"v_dtype": "int8"}})
-    board.non_defaults = {}
-    [block] = list_settings(board, FOLDER)
-    assert read(block.toml, tmp_path).strategies["a"].options == {"block_size": 32}
 
 
 def test_what_is_recommended_is_what_the_sentence_names() -> None:
