@@ -60,6 +60,11 @@ def flag(default: Any, kind: Kind, help: str, *, exclusive: bool = False, repr: 
     return field(default=default, repr=repr, metadata={"exclusive": exclusive, "how": how | {"help": help}})
 
 
+def flag_name(option: str) -> str:
+    """Return the command-line flag of an option or a setting, such as --port."""
+    return "--" + option.replace("_", "-")
+
+
 def format_flags(options: Any) -> list[str]:
     """Return the arguments that give the options of a dataclass, without those that have their defaults."""
     arguments: list[str] = []
@@ -73,10 +78,9 @@ def format_flags(options: Any) -> list[str]:
 
 def format_flag(name: str, value: Any) -> list[str]:
     """Return the arguments that give an option or a setting a value, or each of a list of values."""
-    name = name.replace("_", "-")
     if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    return [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
+        return [flag_name(name if value else f"no_{name}")]
+    return [flag_name(name), *map(str, value if isinstance(value, list | tuple) else [value])]
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, options: type[Any]) -> None:
@@ -85,4 +89,4 @@ def add_flags(parser: argparse.ArgumentParser, title: str, options: type[Any]) -
     exclusive = group.add_mutually_exclusive_group()
     for option in fields(options):
         target = exclusive if option.metadata["exclusive"] else group
-        target.add_argument("--" + option.name.replace("_", "-"), **option.metadata["how"])
+        target.add_argument(flag_name(option.name), **option.metadata["how"])

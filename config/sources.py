@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from config.errors import SettingsError
+from config.flags import flag_name
 
 ENV_PREFIX = "KVMUX_"
 ENV_CONFIG = "KVMUX_CONFIG"  # environment variable that names the settings file, and is no setting
@@ -27,11 +28,6 @@ ENV_NESTED = "KVMUX_STRATEGIES"
 def env_name(setting: str) -> str:
     """Return the name of a setting's environment variable, such as KVMUX_PORT."""
     return ENV_PREFIX + setting.upper()
-
-
-def flag_name(setting: str) -> str:
-    """Return the name of a setting's command-line flag, such as --port."""
-    return "--" + setting.replace("_", "-")
 
 
 class Sources(NamedTuple):

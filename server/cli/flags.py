@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from config.flags import flag_name
 from config.settings import Settings
-from config.sources import ENV_CONFIG, env_name, flag_name
+from config.sources import ENV_CONFIG, env_name
 from config.units import Metavar, find_unit, iter_metadata
 
 

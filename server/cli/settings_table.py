@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from config.flags import flag_name
 from config.settings import Settings, group_settings
-from config.sources import env_name, flag_name
+from config.sources import env_name
 from config.units import find_unit, iter_metadata
 
 HEADER = ("setting", "flag", "environment variable", "default", "meaning")

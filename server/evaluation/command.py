@@ -19,7 +19,7 @@ from cache_strategies.errors import StrategyError
 from cache_strategies.registry import list_kinds
 from cache_strategies.scorers import list_scorers
 from config.errors import SettingsError, convert_write_errors
-from config.flags import format_flag, format_flags
+from config.flags import flag_name, format_flag, format_flags
 from config.presets import PRESETS
 from config.settings import Settings, StrategySettings, load_settings
 from server.cli.flags import pop_settings_file
@@ -105,8 +105,9 @@ def run_board(folder: Path, options: EvaluateOptions, file: Path | None, flags: 
     """Measure what is missing of the board in a folder, and print where it is. Return the exit status."""
     for flag in ("length", "json", "plot", "question_at"):
         if getattr(options, flag) is not None:
-            name = flag.replace("_", "-")
-            raise SettingsError(f"--{name}: leave it out with --board, which has --lengths and files of its own")
+            raise SettingsError(
+                f"{flag_name(flag)}: leave it out with --board, which has --lengths and files of its own"
+            )
     command = format_command(options, file, flags)
     options = replace(
         options, strategy=options.strategy or BOARD_STRATEGIES, texts=min(options.texts, QUICK_TEXTS), records=0

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from config.errors import SettingsError
+from config.flags import flag_name
 from config.settings import load_settings
 from server.cli.flags import pop_settings_file
 from server.profiling.flags import ProfileOptions
@@ -36,7 +37,7 @@ def run(options: dict[str, Any]) -> int:
     file = pop_settings_file(options)
     wanted = {name: options.pop(name) for name in PROFILE_OPTIONS if name in options}
     if others := sorted(options.keys() - {TOKEN}):
-        flags = ", ".join("--" + name.replace("_", "-") for name in others)
+        flags = ", ".join(flag_name(name) for name in others)
         raise SettingsError(
             f"{flags}: a running server has its own settings; with --url only --steps, --seconds and --trace apply"
         )

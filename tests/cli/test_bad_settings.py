@@ -13,8 +13,9 @@ import pytest
 
 from cache_strategies import registry
 from config.errors import SettingsError
+from config.flags import flag_name
 from config.settings import Settings, group_settings, load_settings
-from config.sources import env_name, flag_name
+from config.sources import env_name
 from server.cli import main as cli
 from server.engine.build import build_engine
 from server.engine.info import summarize_engine

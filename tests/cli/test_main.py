@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from config.flags import flag_name
 from config.settings import Settings, group_settings
-from config.sources import env_name, flag_name
+from config.sources import env_name
 from server import listening
 from server.cli import main as cli
 from server.cli.banner import format_banner

@@ -24,6 +24,7 @@ import torch
 
 from cache_strategies.registry import list_kinds
 from config.errors import SettingsError
+from config.flags import flag_name, format_flag
 from config.flags import parse_count_flag as count
 from config.settings import Settings, StrategySettings, load_settings
 from config.settings_file import format_settings, format_tables
@@ -131,7 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
     settings = parser.add_argument_group("settings of the server, as for `kvmux serve`")
     settings.add_argument("--config", type=Path, metavar="FILE", help="settings file, with instances of your own")
     for name in SERVER_FLAGS:
-        settings.add_argument(f"--{name.replace('_', '-')}")
+        settings.add_argument(flag_name(name))
     return parser
 
 
@@ -266,9 +267,9 @@ def make_evaluate_flags(options: argparse.Namespace, wanted: Sequence[str]) -> l
     flags = []
     for name in ("config", *SERVER_FLAGS):
         value = getattr(options, name)
-        flags += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+        flags += [] if value is None else format_flag(name, value)
     for name in wanted:
-        flags += ["--strategy", name]
+        flags += format_flag("strategy", name)
     return flags
 
 
