@@ -11,7 +11,8 @@ from typing import NamedTuple
 from server.evaluation.board.data import Board, BoardCell, QualityFigures
 from server.evaluation.suites.paired import PairedComparison, SuiteVerdict, compare_pairs
 
-MAX_KL = 0.01  # nats a token, within which a strategy is named if the tasks are too hard for the model
+MAX_KL = 0.01  # nats a token, within which a strategy is named if fewer than MIN_TASKS are not too hard for the model
+MIN_TASKS = 2
 
 
 class CellVerdict(NamedTuple):
@@ -46,8 +47,8 @@ def judge(exact: QualityFigures, other: QualityFigures, margin: float) -> CellVe
 def recommend(board: Board, length: int) -> BoardCell | None:
     """Return the cell of the strategy to choose for texts of a length, or None.
 
-    It has the least memory of those that answer as exact caching does, or of those within MAX_KL if all tasks are too
-    hard. It is None unless that is less than exact caching has.
+    It has the least memory of those that answer as exact caching does, and that are within MAX_KL if fewer than
+    MIN_TASKS say so. It is None unless that is less than exact caching has.
     """
     exact = board.find_cell(length, board.exact)
     if exact is None:
@@ -61,10 +62,10 @@ def recommend(board: Board, length: int) -> BoardCell | None:
 
 
 def _is_near(exact: BoardCell, other: BoardCell, margin: float) -> bool:
-    verdict = judge(exact.quality, other.quality, margin).verdict
-    if verdict is SuiteVerdict.TOO_HARD:
-        return other.quality.kl_mean <= MAX_KL
-    return verdict is SuiteVerdict.SAME
+    judged = judge(exact.quality, other.quality, margin)
+    if judged.verdict not in (SuiteVerdict.SAME, SuiteVerdict.TOO_HARD):
+        return False
+    return judged.decided_tasks >= MIN_TASKS or other.quality.kl_mean <= MAX_KL
 
 
 def find_pareto_line(points: Mapping[str, tuple[float, float]]) -> list[str]:
@@ -101,9 +102,16 @@ def describe_length(board: Board, length: int) -> str:
         _describe_worse(exact, by_verdict[SuiteVerdict.WORSE]),
         _describe_open(by_verdict[SuiteVerdict.NOT_DECIDED], verdicts),
     ]
-    tasks = f"{decided} of {len(board.setup.tasks)} tasks, the others being too hard for this model"
-    counted = "" if decided == len(board.setup.tasks) else f" This is by {tasks}."
-    return f"{begin} {'; '.join(filter(None, parts))}.{counted}"
+    return f"{begin} {'; '.join(filter(None, parts))}.{_describe_tasks(decided, len(board.setup.tasks))}"
+
+
+def _describe_tasks(decided: int, num_tasks: int) -> str:
+    """Return how many tasks a verdict is by, unless they are several and the model can do all of them."""
+    hard = "" if decided == num_tasks else ", the others being too hard for this model"
+    by = f" This is by {decided} of {num_tasks} tasks{hard}"
+    if decided < MIN_TASKS:
+        return f"{by}; so what is named has to be within {MAX_KL:g} nats a token of exact caching, too."
+    return f"{by}." if hard else ""
 
 
 def _describe_same(exact: BoardCell, best: BoardCell | None, margin: float) -> str:
