@@ -18,7 +18,6 @@ from server.models.files.end_tokens import warn_invalid_eos_ids
 from server.models.formats.gguf_directory import find_gguf_file
 from server.models.formats.mlx_weights import MLXWeights, is_mlx
 from server.models.formats.quantized import open_quantized_weights
-from server.models.transformers_backend import TransformersModel, read_transformers_info
 from server.models.weights import Safetensors, Weights, WeightsConfig
 
 
@@ -28,7 +27,13 @@ def read_model_info(directory: Path, impl: ModelImpl) -> ModelInfo:
     Raises ModelError if the model cannot be served.
     """
     config = _load_lean_config(directory, impl)
-    info = read_transformers_info(directory) if config is None else config.info
+    if config is None:
+        # Imported here, so that other models start without transformers
+        from server.models.transformers_backend.loading import read_transformers_info
+
+        info = read_transformers_info(directory)
+    else:
+        info = config.info
     warn_invalid_eos_ids(directory, info.vocab_size)
     return info
 
@@ -61,6 +66,8 @@ def load_model(
             f"{directory}: weights in {weights.dtype} with activations in {dtype} are for the lean decoder only: "
             "give --weights auto"
         )
+    from server.models.transformers_backend.model import TransformersModel
+
     return TransformersModel(directory, dtype, device, positions=positions)
 
 

@@ -1,6 +1,6 @@
 """Generation without a KV cache: the whole text goes through the model for every token. Slow and simple.
 
-Tests compare cached generation with it, benchmarks use it as a baseline, and transformers_backend.py probes models
+Tests compare cached generation with it, benchmarks use it as a baseline, and transformers_backend probes models
 with it.
 """
 
@@ -28,25 +28,30 @@ class NoCacheAttention:
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute causal attention, with the layer's window if it has one; all scores [Hq, N, N] are in memory."""
-        spec = self._specs[layer_idx]
-        num_queries_per_kv = spec.num_q_heads // spec.num_kv_heads
-        k, v = (x.float().repeat_interleave(num_queries_per_kv, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
-        if spec.softcap:
-            scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        # A token whose value is not finite gets the score NaN: weight times value is NaN even if the weight is 0
-        broken = ~v.isfinite().all(-1)
-        scores = scores.masked_fill(broken.T[:, None], torch.nan)
-        distance = self.positions[:, None] - self.positions
-        hidden = distance < 0
-        if spec.window is not None:
-            hidden |= distance >= spec.window
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if spec.sink_logits is not None:  # attention sinks: one more column of scores, without a value
-            sinks = spec.sink_logits.float().view(-1, 1, 1).expand(-1, len(scores[0]), 1)
-            scores = torch.cat((scores, sinks), -1)
-        weights = scores.softmax(-1)[..., : len(k)]
-        return torch.einsum("hqk,khd->qhd", weights, v.masked_fill(broken[..., None], 0.0)).to(q.dtype)
+        return attend_causally(self._specs[layer_idx], q, k, v)
+
+
+def attend_causally(spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend from the last n tokens of a text to all S of it: q [n,Hq,D], k [S,H,D], v [S,H,Dv] -> [n,Hq,Dv]."""
+    num_queries_per_kv = spec.num_q_heads // spec.num_kv_heads
+    k, v = (x.float().repeat_interleave(num_queries_per_kv, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    # A token whose value is not finite gets the score NaN: weight times value is NaN even if the weight is 0
+    broken = ~v.isfinite().all(-1)
+    scores = scores.masked_fill(broken.T[:, None], torch.nan)
+    indices = torch.arange(len(k), device=k.device)
+    distance = indices[len(k) - len(q) :, None] - indices
+    hidden = distance < 0
+    if spec.window is not None:
+        hidden |= distance >= spec.window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if spec.sink_logits is not None:  # attention sinks: one more column of scores, without a value
+        sinks = spec.sink_logits.float().view(-1, 1, 1).expand(-1, len(scores[0]), 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., : len(k)]
+    return torch.einsum("hqk,khd->qhd", weights, v.masked_fill(broken[..., None], 0.0)).to(q.dtype)
 
 
 @torch.inference_mode()

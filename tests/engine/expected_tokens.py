@@ -16,7 +16,7 @@ from kernels.sampling import compute_probabilities
 from kernels.types import LayerSpec
 from server.engine.ipc.messages import SamplingParams
 from server.engine.sampling.draw import Draw, Noise, draw_tokens
-from server.models.decoder import Decoder
+from server.models.base import Model
 from server.models.no_cache import NoCacheAttention, debug_generate_full_context
 
 MIN_MARGIN = 1e-5  # far above the rounding of float32, far below what tells tokens apart
@@ -48,7 +48,7 @@ class Windowed(NoCacheAttention):
 class Reference:
     """The expected texts of one float32 model; memoizes those it has computed."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
         self._greedy: dict[tuple[int, ...], list[int]] = {}
         self._others: dict[tuple[object, ...], list[int]] = {}

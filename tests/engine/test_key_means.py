@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.store import KVStore
 from server.engine.key_means import SAMPLE_TOKENS, add_key_means
 from server.models.no_cache import NoCacheAttention
-from server.models.transformers_backend import TransformersModel
+from server.models.transformers_backend.model import TransformersModel
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
 from tests.models.random_models import load_decoder, save_random_model

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from server.models.decoder import Decoder
-from server.models.transformers_backend import TransformersModel
+from server.models.transformers_backend.model import TransformersModel
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
-from tests.models.random_models import CONFIGS, FALLBACK, save_random_model
+from tests.models.random_models import CONFIGS, FALLBACK, HYBRIDS, save_random_model
 
 COUNT = 20  # beyond every window, past a block of 32, and past the 64 positions that llama3 was trained on
 PROMPTS = {"short": random_prompt(5, seed=1), "long": random_prompt(47, seed=2)}
@@ -27,7 +27,7 @@ INSTANCES = ("contiguous", "paged", *STRATEGIES)
 Saved = tuple[str, Path, PreTrainedModel]  # name of the config, directory, transformers' own
 
 
-@pytest.fixture(scope="module", params=[*CONFIGS, *FALLBACK])
+@pytest.fixture(scope="module", params=[*CONFIGS, *FALLBACK, *HYBRIDS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     directory = tmp_path_factory.mktemp(request.param)
     return request.param, directory, save_random_model(request.param, directory)
@@ -50,7 +50,7 @@ def test_greedy_text_equals_that_of_transformers(
 ) -> None:
     name, directory, _ = model
     driver = Driver(directory, strategies=STRATEGIES, max_seq_len=100, max_num_batched_tokens=max_num_batched_tokens)
-    assert isinstance(driver.core.model, TransformersModel if name in FALLBACK else Decoder)
+    assert isinstance(driver.core.model, TransformersModel if name in FALLBACK | HYBRIDS else Decoder)
     for instance in INSTANCES:
         for text, prompt in PROMPTS.items():
             driver.submit(f"{instance} {text}", prompt, COUNT, kv_cache=instance)

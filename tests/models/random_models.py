@@ -9,23 +9,33 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     Cohere2Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    KimiLinearConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
+    OlmoHybridConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
     StableLmConfig,
 )
@@ -136,6 +146,63 @@ FALLBACK: dict[str, PretrainedConfig] = {  # what only transformers computes
 }
 
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 8, "pad_token_id": 0}
+HYBRIDS: dict[str, PretrainedConfig] = {  # with recurrent states, by transformers
+    "falcon_h1": FalconH1Config(**PLAIN, **MAMBA | {"mamba_d_head": 16}, mamba_d_ssm=64, head_dim=16),
+    "granite_hybrid": GraniteMoeHybridConfig(
+        **PLAIN,
+        **MAMBA,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=48,
+        position_embedding_type=None,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "kimi_linear": KimiLinearConfig(
+        **PLAIN | {"num_key_value_heads": 4},
+        **EXPERTS,
+        num_local_experts=4,
+        kv_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        pad_token_id=0,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
+    "lfm2": Lfm2Config(**PLAIN, pad_token_id=0, layer_types=["conv", "full_attention", "conv"]),
+    "nemotron_h": NemotronHConfig(
+        **{key: value for key, value in PLAIN.items() if key != "num_hidden_layers"},
+        layers_block_type=["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+        head_dim=16,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=2,
+        n_routed_experts=4,
+        moe_shared_expert_intermediate_size=32,
+        **EXPERTS,
+        pad_token_id=0,
+    ),
+    "olmo_hybrid": OlmoHybridConfig(**PLAIN, **DELTA | {"linear_num_key_heads": 4}, pad_token_id=0),
+    "qwen3_5": Qwen3_5TextConfig(**PLAIN, **DELTA),
+    "qwen3_next": Qwen3NextConfig(**PLAIN, **DELTA, **EXPERTS, num_experts=4, shared_expert_intermediate_size=32),
+    "bamba": BambaConfig(**PLAIN, **MAMBA, attn_layer_indices=[1]),
+    "jamba": JambaConfig(**PLAIN, num_experts=4, attn_layer_period=2, attn_layer_offset=1, pad_token_id=0),
+}
+
+
 # Standard deviations of weights, by name: scores are large, so that a wrong key shows.
 SPREAD = {"q_proj": 0.4} | dict.fromkeys(("qkv_proj", "c_attn", "query_key_value"), 0.2)
 
@@ -156,7 +223,7 @@ def random_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
 
 def save_random_model(name: str, directory: Path, *, seed: int = 0, shard_size: str = "5GB") -> PreTrainedModel:
     """Saves a random model as a directory, with a tokenizer."""
-    config = (CONFIGS | FALLBACK)[name]
+    config = (CONFIGS | FALLBACK | HYBRIDS)[name]
     model = random_model(config, seed=seed)
     model.save_pretrained(directory, max_shard_size=shard_size)
     byte_tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))

@@ -13,28 +13,29 @@ from transformers import (
     BartConfig,
     BloomConfig,
     FalconConfig,
-    FalconH1Config,
     Llama4Config,
     Llama4TextConfig,
     MambaConfig,
+    MiniMaxConfig,
     PhimoeConfig,
     PretrainedConfig,
     Qwen2VLConfig,
-    Qwen3NextConfig,
+    Zamba2Config,
 )
 
 from kernels.reference.backend import ReferenceOps
 from server.models.errors import ModelError
 from server.models.load import load_model, read_model_info
-from server.models.no_cache import NoCacheAttention
-from server.models.transformers_backend import TransformersModel
+from server.models.no_cache import NoCacheAttention, attend_causally
+from server.models.transformers_backend import probe
+from server.models.transformers_backend.model import TransformersModel
 from server.models.weights import WeightsConfig
-from tests.models.random_models import CONFIGS, FALLBACK, SHAPE, save_random_model
+from tests.models.random_models import CONFIGS, FALLBACK, HYBRIDS, SHAPE, save_random_model
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", [*FALLBACK, *CONFIGS])
+@pytest.mark.parametrize("name", [*FALLBACK, *HYBRIDS, *CONFIGS])
 def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = save_random_model(name, tmp_path)
     ours = TransformersModel(tmp_path, torch.float32, CPU)
@@ -88,21 +89,22 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
         BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4),
         "BloomConfig has no max_position_embeddings",
     ),
-    "linear attention": (
-        Qwen3NextConfig(
+    "states in a cache of its own": (
+        MiniMaxConfig(
             **SHAPE,
             vocab_size=300,
             head_dim=16,
-            num_experts=4,
+            num_local_experts=4,
             num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
         ),
-        "layers 0, 1, 2 of 3 do not attend over keys and values",
+        "MiniMax uses cache of its own",
+    ),
+    "attention that layers share": (
+        Zamba2Config(
+            **SHAPE, vocab_size=300, mamba_d_state=8, n_mamba_heads=4, layers_block_type=["mamba", "hybrid", "mamba"]
+        ),
+        "Zamba2Attention has no layer_idx of its own",
     ),
     "attention in chunks": (
         Llama4TextConfig(
@@ -120,19 +122,6 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
             decoder_ffn_dim=96,
         ),
         "its logits with kvmux's attention and with its own differ",
-    ),
-    "a state beside attention": (
-        FalconH1Config(
-            **SHAPE,
-            vocab_size=300,
-            head_dim=16,
-            mamba_d_ssm=64,
-            mamba_n_heads=4,
-            mamba_d_head=16,
-            mamba_d_state=8,
-            pad_token_id=0,
-        ),
-        "layer 0 is of kind 'hybrid'; only sliding_attention and full_attention can be served",
     ),
     "a window that no layer tells of": (
         PhimoeConfig(**SHAPE, vocab_size=300, num_local_experts=4, num_experts_per_tok=2, sliding_window=40),
@@ -176,8 +165,7 @@ def test_a_model_that_attends_otherwise_than_it_says_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_random_model("olmo2", tmp_path)
-    attend = NoCacheAttention.attend
-    monkeypatch.setattr(NoCacheAttention, "attend", lambda self, layer, q, k, v: attend(self, layer, q, k, v) * 1.5)
+    monkeypatch.setattr(probe, "attend_causally", lambda *args: attend_causally(*args) * 1.5)
     with pytest.raises(ModelError, match="its logits with kvmux's attention and with its own differ"):
         TransformersModel(tmp_path, torch.float32, CPU)
 
