@@ -13,6 +13,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from cache_strategies.base import INTERFACE_VERSION, CacheSetup, KVCache, Options
+from cache_strategies.checkpoints import load_policy
+from cache_strategies.checkpoints.base import CheckpointPolicy
 from cache_strategies.memory import Bounds, Memory
 from cache_strategies.plugins import MissingClassError, list_plugins, load_class
 from cache_strategies.states.cache import PairedStrategy, StateCache
@@ -52,6 +54,16 @@ class DeclaredInstance:
     options: Any
     floor: str
     limit: str
+    checkpoints: CheckpointOptions
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where checkpoints of recurrent states are made, if the model has any."""
+
+    policy: type[CheckpointPolicy]
+    interval: int  # tokens
+    share: str  # most of the instance's memory that they take
 
 
 # -------------------------------------------------------------------- kinds and options
@@ -95,7 +107,10 @@ def _resolve_instance(name: str, settings: StrategySettings) -> DeclaredInstance
     except ValidationError as error:
         message = "; ".join(_format_option_error(name, cls.options_type, problem) for problem in error.errors())
         raise SettingsError(message) from None
-    return DeclaredInstance(name, settings.kind, cls, options, settings.floor, settings.limit)
+    checkpoints = CheckpointOptions(
+        load_policy(settings.checkpoints), settings.checkpoint_interval, settings.checkpoint_share
+    )
+    return DeclaredInstance(name, settings.kind, cls, options, settings.floor, settings.limit, checkpoints)
 
 
 def _format_option_error(name: str, options: type[Options], problem: Any) -> str:
@@ -148,7 +163,8 @@ def compute_sizes(instance: DeclaredInstance, geometry: Geometry) -> Sizes:
 def _pair(instance: DeclaredInstance, geometry: Geometry) -> tuple[type[KVCache[Any]], Any]:
     """Return the class and the options of an instance's cache: its strategy, beside states if the model has any."""
     if geometry.states:
-        return StateCache, PairedStrategy(instance.cls, instance.options)
+        made = instance.checkpoints
+        return StateCache, PairedStrategy(instance.cls, instance.options, made.policy, made.interval, made.share)
     return instance.cls, instance.options
 
 

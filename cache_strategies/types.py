@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple
@@ -159,6 +159,7 @@ class Geometry:
     max_seq_len: int
     max_num_batched_tokens: int
     states: Sequence[StateSpec] = ()  # layers with recurrent states, which are kept beside any strategy
+    end_ids: Collection[int] = ()  # tokens that end a text, or a message of a conversation
 
 
 class Sizes(NamedTuple):

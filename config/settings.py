@@ -157,6 +157,16 @@ class StrategySettings(BaseModel):
         None, description="instance that serves its requests while it gets none, after repeated faults"
     )
 
+    checkpoints: str = Field(
+        "interval",
+        description="policy that chooses where recurrent states are kept for later texts, if the model has any: "
+        "branches, interval, messages, the name a plug-in registered, or module:Class",
+    )
+    checkpoint_interval: int = Field(
+        1024, ge=1, description="tokens between two checkpoints of the policies interval and messages"
+    )
+    checkpoint_share: Share = Field("100%", description="part of `limit` that checkpoints may take at most")
+
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, value: Any) -> Any:

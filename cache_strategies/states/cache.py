@@ -4,13 +4,16 @@ The strategy does not know of the states. The states after some tokens are of a 
 goes on from cached tokens only where the strategy has their keys and a slot has a checkpoint of their states. A row
 reads one slot and writes another, so a step that failed can be repeated. The states before a row's drafts are kept as
 well: if drafts are rejected, the tokens before them are committed, and the accepted ones are computed again.
+
+Which states of a text are kept for others, as checkpoints, is a policy's choice (cache_strategies/checkpoints). Texts
+that are open promise their checkpoints: a text with the same beginning waits for one instead of computing the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,13 +21,14 @@ from torch import Tensor
 
 from cache_strategies.base import CacheSetup, KVCache, KVSequence, Locations, Rows
 from cache_strategies.block_hashes import STATES, BlockHash, BlockHasher
+from cache_strategies.checkpoints.base import CheckpointPolicy, OpenedText
 from cache_strategies.features import BlockData, Clearing, SelfChecking, check_data
 from cache_strategies.states.prefix_names import PrefixNames
 from cache_strategies.states.slots import StateSlots
 from cache_strategies.types import EVERYTHING, CacheUsage, Geometry, SaltScope, Sizes, Text
+from config.sizes import share_to_bytes
 from kernels.states import NO_SLOT, States, StateStore, compute_slot_bytes
 
-INTERVAL = 1024  # tokens of a text between two checkpoints, if these are whole blocks
 LEAST_BLOCK = 16  # tokens of a block by which checkpoints are named, where a strategy finds any number of tokens
 SLOTS_PER_SEQUENCE = 2  # one that a row reads, one that it writes
 
@@ -41,18 +45,24 @@ class StateSequence(KVSequence):
         cache: StateCache,
         keys: KVSequence,
         names: PrefixNames,
-        checkpoints: Collection[int] = (),
+        text: OpenedText,
         write_slot: int | None = None,
     ) -> None:
-        """Begin without any states; `checkpoints` are made after so many tokens, besides those at regular intervals."""
+        """Begin without any states."""
         self.keys = keys
         self.names = names
         self.read_slot: int | None = None  # the states after `length` tokens; None: after none
         self.write_slot = write_slot
-        self._cache, self._slots = cache, cache.slots
-        self._checkpoints = {*checkpoints}
+        self.recomputed = 0
+        self._cache, self._slots, self._text = cache, cache.slots, text
+        self._num_found_keys = keys.length
+        self._awaited: BlockHash | None = None  # a checkpoint that another sequence has promised; `length` is there
+        self._end: BlockHash | None = None  # a checkpoint of the last whole blocks, until there are more
+        self._promised: dict[int, BlockHash] = {}  # checkpoints that others may wait for, by number of tokens
+        self._last_checkpoint = 0  # tokens before the last checkpoint of the text
         self._num_located = 0  # tokens of the row that was located last
         self._kept: dict[int, int] = {}  # slots for the states within that row, by the number of its tokens
+        self._number = next(cache.counter)
         cache.sequences.add(self)
 
     def _copy_fields(self) -> None:
@@ -60,6 +70,7 @@ class StateSequence(KVSequence):
         keys = self.keys
         self.length, self.found, self.stop, self.shift = keys.length, keys.found, keys.stop, keys.shift
         self.room = 0 if self.write_slot is None else keys.room
+        self.recomputed = max(0, self._num_found_keys - self.found)
 
     def list_slots(self) -> list[int]:
         """Return the slots to which the sequence refers."""
@@ -67,26 +78,52 @@ class StateSequence(KVSequence):
 
     # ---------------------------------------------------------------- before a row
     def restore_checkpoint(self) -> None:
-        """Truncate to the last checkpoint whose keys are all there; to nothing if there is none."""
+        """Truncate to the last checkpoint whose keys are all there, or is promised; to nothing if there is none."""
         self.miss = self.keys.miss
+        self.drop_promises()
         while (last := self._find_checkpoint())[0] < (length := self.keys.length):
             self.keys.truncate(last[0])
             self.miss = "checkpoint"
             if not self.keys.length < length:
                 raise ValueError(f"a sequence has {self.keys.length} tokens after truncate({last[0]})")
-        before, self.read_slot = self.read_slot, last[1]
-        if self.read_slot is not None:
-            self._slots.share(self.read_slot)
+        num_tokens, name = last
+        self._last_checkpoint = num_tokens
+        slot = None if name is None else self._slots.find(name)
+        self._awaited = name if slot is None else None
+        self._start_from(slot)
+        self._copy_fields()
+        self._promise(num_tokens)
+
+    def _start_from(self, slot: int | None) -> None:
+        """Let the next row read a checkpoint's slot; None: begin without states."""
+        before, self.read_slot = self.read_slot, slot
+        if slot is not None:
+            self._slots.share(slot)
+            self._slots.hit(slot)
         if before is not None:
             self._slots.release(before)
-        self._copy_fields()
 
-    def _find_checkpoint(self) -> tuple[int, int | None]:
-        """Return the number of tokens and the slot of the last checkpoint among the tokens that have keys."""
+    def _find_checkpoint(self) -> tuple[int, BlockHash | None]:
+        """Return the number of tokens and the name of the last checkpoint among the tokens that have keys."""
         for num_tokens, name in self.names.list_names(self.keys.length):
-            if (slot := self._slots.find(name)) is not None:
-                return num_tokens, slot
+            # Only those of older sequences are awaited, so that no two wait for each other
+            promised = self._cache.promises.get(name)
+            if self._slots.find(name) is not None or (promised is not None and promised._number < self._number):
+                return num_tokens, name
         return 0, None
+
+    def _promise(self, length: int) -> None:
+        """Promise the checkpoints of the text that will be made after more than `length` tokens."""
+        for position in self._list_checkpoints(length + 1, self._text.num_reusable + 1):
+            name = self.names.find(position)
+            if name is not None and self._slots.find(name) is None and name not in self._cache.promises:
+                self._cache.promises[name] = self
+                self._promised[position] = name
+
+    def drop_promises(self, num_tokens: int | None = None) -> None:
+        """Withdraw the promises of checkpoints after at most so many tokens; None: all."""
+        for position in [each for each in self._promised if num_tokens is None or each <= num_tokens]:
+            del self._cache.promises[self._promised.pop(position)]
 
     def _restore_if_shortened(self) -> None:
         """Go back to a checkpoint if another sequence has ended, which was to compute some of this one's tokens."""
@@ -96,10 +133,17 @@ class StateSequence(KVSequence):
     def ready(self) -> bool:
         is_ready = self.keys.ready()
         self._restore_if_shortened()
-        return is_ready
+        if self._awaited is not None:
+            if (slot := self._slots.find(self._awaited)) is not None:
+                self._awaited = None
+                self._start_from(slot)
+            elif self._awaited not in self._cache.promises:
+                self.restore_checkpoint()
+        return is_ready and self._awaited is None
 
     def reserve(self, num_tokens: int) -> bool:
         self._restore_if_shortened()
+        assert self._awaited is None, "a sequence that waits is not ready"
         if self.write_slot is None:
             self.write_slot = self._slots.allocate()
         is_reserved = self.write_slot is not None and self.keys.reserve(num_tokens)
@@ -123,10 +167,8 @@ class StateSequence(KVSequence):
 
     def _list_checkpoints(self, first: int, end: int) -> Iterator[int]:
         """Yield after how many tokens, from `first` on and before `end`, checkpoints are to be made."""
-        interval = self._cache.interval
-        regular = range(-(-first // interval) * interval, end, interval)
-        for position in {*regular, *(each for each in self._checkpoints if first <= each < end)}:
-            if self.names.is_boundary(position):
+        for position in {*self._cache.policy.place(self._text, first, end)}:
+            if first <= position < end and self.names.is_boundary(position):
                 yield position
 
     def drop_kept(self) -> None:
@@ -151,16 +193,37 @@ class StateSequence(KVSequence):
             self.read_slot, self.write_slot = self.write_slot, None
         else:
             self.read_slot = self._kept.pop(len(ids))
-        slots = {first + count: slot for count, slot in self._kept.items()} | {end: self.read_slot}
-        for position in self._list_checkpoints(first + 1, end + 1):
-            if (slot := slots.get(position)) is not None and (name := self.names.find(position)) is not None:
-                self._slots.publish(name, slot)
+        self._publish_checkpoints(first, end)
+        self.drop_promises(end)
         self.drop_kept()
         if before is not None and self.write_slot is None and self._slots.is_private(before):
             self.write_slot = before
         elif before is not None:
             self._slots.release(before)
         self._copy_fields()
+
+    def _publish_checkpoints(self, first: int, end: int) -> None:
+        """Make checkpoints of the states within a committed row, where the policy wants them, and of its end.
+
+        That of the end lasts until the text has more whole blocks: it is where the next turn of a conversation goes on.
+        """
+        slots = {first + count: slot for count, slot in self._kept.items()} | {end: self.read_slot}
+        positions = sorted(self._list_checkpoints(first + 1, end + 1))
+        for position in positions:
+            self._publish(position, slots.get(position))
+        if end not in positions and self.names.is_boundary(end):
+            if self._end is not None:
+                self._slots.unpublish_unused(self._end)
+            self._end = self._publish(end, self.read_slot)
+
+    def _publish(self, num_tokens: int, slot: int | None) -> BlockHash | None:
+        """Make the states after so many tokens a checkpoint, if there is room for one; return its name."""
+        name = self.names.find(num_tokens)
+        if slot is None or name is None or self._slots.find(name) is not None or not self._cache.make_room():
+            return None
+        self._slots.publish(name, slot, num_tokens, num_tokens - self._last_checkpoint)
+        self._last_checkpoint = num_tokens
+        return name
 
     # ---------------------------------------------------------------- the sequence as a whole
     def compact(self) -> bool:
@@ -178,8 +241,8 @@ class StateSequence(KVSequence):
             return None
         self._copy_fields()
         check_new(keys, self._cache.sequences)
-        child = type(self)(self._cache, keys, self.names.fork(self.length))
-        child.miss, child.read_slot = self.miss, self.read_slot
+        child = type(self)(self._cache, keys, self.names.fork(self.length), OpenedText(0, 0, ()))
+        child.miss, child.read_slot, child._last_checkpoint = self.miss, self.read_slot, self._last_checkpoint
         if child.read_slot is not None:
             self._slots.share(child.read_slot)
         child._copy_fields()
@@ -187,6 +250,7 @@ class StateSequence(KVSequence):
 
     def close(self) -> None:
         self.drop_kept()
+        self.drop_promises()
         for slot in self.list_slots():
             self._slots.release(slot)
         self._cache.sequences.remove(self)
@@ -211,11 +275,13 @@ def check_new(keys: object, others: Collection[StateSequence]) -> None:
 
 
 class PairedStrategy(NamedTuple):
-    """The strategy beside which states are kept."""
+    """The strategy beside which states are kept, and where checkpoints of them are made."""
 
     cls: type[KVCache]
     options: Any
-    interval: int = INTERVAL
+    policy: type[CheckpointPolicy]
+    interval: int
+    share: str = "100%"  # most of the instance's memory that checkpoints take
 
 
 class StateCache(KVCache[StateSequence]):
@@ -229,16 +295,20 @@ class StateCache(KVCache[StateSequence]):
         self.contract = self.strategy.contract._replace(rewind=0)
         layers = setup.geometry.states
         region = setup.memory.region(compute_slot_bytes(layers), "recurrent states")
-        self.slots, self.store = StateSlots(region), StateStore(region, layers)
+        self._share = options.share
         size = self.contract.granularity
         if size is None or not self.contract.replayable:  # no other text would get the same states
-            self._hasher, self.interval = None, options.interval
+            self._hasher, interval = None, options.interval
         else:
             size = LEAST_BLOCK if size == 1 else size
             formats = "; ".join(store.describe_formats() for store in self.stores)
             self._hasher = BlockHasher(size, f"{setup.name}\0states\0{[*map(list, layers)]}\0{formats}\0{setup.model}")
-            self.interval = -(-options.interval // size) * size
+            interval = -(-options.interval // size) * size
+        self.policy = options.policy(interval)
+        self.slots, self.store = StateSlots(region, self.policy), StateStore(region, layers)
         self.sequences: set[StateSequence] = set()
+        self.promises: dict[BlockHash, StateSequence] = {}  # by checkpoint: the sequence that is to make it
+        self.counter = count()
         self._due_of_slots = 0.0  # bytes that checkpoints are to give next, as they give whole slots
         self._located: Rows[StateSequence] = Rows([], [])
         self._located_keys: Rows[Any] = Rows([], [])  # the same rows, of the strategy's sequences
@@ -278,10 +348,10 @@ class StateCache(KVCache[StateSequence]):
 
     def _pair(self, text: Text, keys: KVSequence, slot: int) -> StateSequence:
         size = 1 if self._hasher is None else self._hasher.block_size
-        # Where another text may go on: before the last token of this one, and after what this one shares with others
-        checkpoints = [each // size * size for each in (text.num_reusable, keys.length)]
-        names = PrefixNames(self._hasher, text.ids, text.salt)
-        return StateSequence(self, keys, names, checkpoints, slot)
+        ends = [i for i, token in enumerate(text.ids, 1) if token in self.setup.geometry.end_ids]
+        num_reusable, num_shared, *ends = (each // size * size for each in (text.num_reusable, keys.length, *ends))
+        opened = OpenedText(num_reusable, num_shared, [*dict.fromkeys(ends)])
+        return StateSequence(self, keys, PrefixNames(self._hasher, text.ids, text.salt), opened, slot)
 
     # ---------------------------------------------------------------- a step
     def locate(self, rows: Rows[StateSequence]) -> Locations:
@@ -312,6 +382,14 @@ class StateCache(KVCache[StateSequence]):
         self.strategy.poll()
 
     # ---------------------------------------------------------------- memory
+    def make_room(self) -> bool:
+        """Drop idle checkpoints until one more is within their share of the memory; return whether it is."""
+        most = share_to_bytes(self._share, self.setup.memory.limit_bytes)
+        while (self.slots.num_checkpoints + 1) * self.slots.region.size > most:
+            if not self.slots.evict_one():
+                return False
+        return True
+
     @property
     def idle_bytes(self) -> int:
         return self.strategy.idle_bytes + self.slots.idle_bytes
@@ -366,7 +444,7 @@ class StateCache(KVCache[StateSequence]):
         if self._hasher is None or self.slots.find(block_hash) is not None or (slot := self.slots.allocate()) is None:
             return False
         self.store.slots[slot].copy_(data)
-        self.slots.publish(block_hash, slot)
+        self.slots.publish(block_hash, slot, 0, 0)
         self.slots.release(slot)
         return True
 

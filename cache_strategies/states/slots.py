@@ -6,12 +6,15 @@ is in a slot.
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from cache_strategies.block_hashes import BlockHash
+from cache_strategies.checkpoints.base import CheckpointPolicy, CheckpointUse
 from cache_strategies.memory import Region
 from cache_strategies.types import BlockInfo, BlockState, SaltScope
 
@@ -19,12 +22,19 @@ from cache_strategies.types import BlockInfo, BlockState, SaltScope
 class StateSlots:
     """The slots of a region. A slot is in use while it has references; one that is a checkpoint is kept without any."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, policy: CheckpointPolicy) -> None:
         self.region = region
+        self.num_dropped = 0  # checkpoints that were dropped to make room
+        self._policy = policy
         self._references: dict[int, int] = {}  # by slot
         self._checkpoints: dict[BlockHash, int] = {}  # slots by name
-        self._names: dict[int, BlockHash] = {}  # and names by slot
-        self._idle: dict[int, None] = {}  # slots of checkpoints without references, that of the longest time first
+        self._names: dict[int, BlockHash] = {}  # names by slot
+        self._uses: dict[int, CheckpointUse] = {}  # by slot of a checkpoint
+        self._idle: dict[int, float] = {}  # ranks of checkpoints without references, by slot
+        # (rank, slot), the lowest first; and such that are idle no more, or have another rank by now
+        self._queue: list[tuple[float, int]] = []
+        self._clock = 0  # counts uses
+        self._last_dropped = -math.inf
 
     # ---------------------------------------------------------------- references
     def allocate(self) -> int | None:
@@ -46,7 +56,7 @@ class StateSlots:
         self._references[slot] -= 1
         if not self._references[slot]:
             if slot in self._names:
-                self._idle[slot] = None
+                self._make_idle(slot)
             else:
                 self._free(slot)
 
@@ -63,25 +73,43 @@ class StateSlots:
         """Return the slot of a checkpoint."""
         return self._checkpoints.get(name)
 
+    def hit(self, slot: int) -> None:
+        """Count that a text goes on from a checkpoint."""
+        self._uses[slot] = self._uses[slot]._replace(num_hits=self._uses[slot].num_hits + 1)
+
     def list_checkpoints(self) -> Sequence[BlockHash]:
         """Return the names of all checkpoints."""
         return list(self._checkpoints)
 
-    def publish(self, name: BlockHash, slot: int) -> None:
-        """Make a slot that is in use the checkpoint of a prefix, unless the prefix or the slot has one already."""
+    @property
+    def num_checkpoints(self) -> int:
+        return len(self._checkpoints)
+
+    def publish(self, name: BlockHash, slot: int, num_tokens: int, num_saved: int) -> None:
+        """Make a slot that is in use the checkpoint of a prefix, unless the prefix or the slot has one already.
+
+        The prefix has `num_tokens` tokens, of which `num_saved` follow the checkpoint before it.
+        """
         assert self._references[slot] > 0
         if name not in self._checkpoints and slot not in self._names:
             self._checkpoints[name], self._names[slot] = slot, name
+            self._uses[slot] = CheckpointUse(num_tokens, num_saved, 0, self._clock)
 
     def unpublish(self, name: BlockHash) -> None:
         """Remove a checkpoint, if there is one of this name; its slot is freed once it has no reference."""
         slot = self._checkpoints.pop(name, None)
         if slot is None:
             return
-        del self._names[slot]
+        del self._names[slot], self._uses[slot]
         if slot in self._idle:
             del self._idle[slot]
             self._free(slot)
+
+    def unpublish_unused(self, name: BlockHash) -> None:
+        """Remove a checkpoint, if there is one of this name, unless a text has gone on from it."""
+        slot = self._checkpoints.get(name)
+        if slot is not None and not self._uses[slot].num_hits:
+            self.unpublish(name)
 
     def clear(self, scope: SaltScope) -> None:
         """Remove the checkpoints of the salts in a scope."""
@@ -94,19 +122,31 @@ class StateSlots:
         """The bytes of checkpoints without references."""
         return len(self._idle) * self.region.size
 
+    def _make_idle(self, slot: int) -> None:
+        self._clock += 1
+        use = self._uses[slot] = self._uses[slot]._replace(used_at=self._clock)
+        rank = float(self._policy.rank(use, self._last_dropped))
+        self._idle[slot] = rank = -math.inf if math.isnan(rank) else rank
+        heapq.heappush(self._queue, (rank, slot))
+        if len(self._queue) > 2 * len(self._idle) + 64:
+            self._queue = [(rank, slot) for slot, rank in self._idle.items()]
+            heapq.heapify(self._queue)
+
     def touch(self, name: BlockHash) -> None:
-        """Let all other idle checkpoints be evicted before this one, if it is idle."""
+        """Count a use of a checkpoint, if it is idle."""
         if (slot := self._checkpoints.get(name)) in self._idle:
-            del self._idle[slot]
-            self._idle[slot] = None
+            self._make_idle(slot)
 
     def evict_one(self) -> int:
-        """Remove the checkpoint that has been idle for the longest time; return its bytes, 0 if none is idle."""
-        slot = next(iter(self._idle), None)
-        if slot is None:
-            return 0
-        self.unpublish(self._names[slot])
-        return self.region.size
+        """Remove the idle checkpoint of the lowest rank; return its bytes, 0 if none is idle."""
+        while self._queue:
+            rank, slot = heapq.heappop(self._queue)
+            if self._idle.get(slot) == rank:
+                self._last_dropped = max(self._last_dropped, rank)
+                self.num_dropped += 1
+                self.unpublish(self._names[slot])
+                return self.region.size
+        return 0
 
     # ---------------------------------------------------------------- reports
     def mark_blocks(self, region: Region, states: Tensor) -> None:

@@ -121,6 +121,7 @@ def build_engine(
         max_seq_len=max_seq_len,
         max_num_batched_tokens=max_num_batched_tokens,
         states=model.state_specs,
+        end_ids=model.info.eos_ids,
     )
     max_step_scores = max(1, MAX_STEP_LOGITS // model.info.vocab_size)
     if device.tensors.type != "cpu":

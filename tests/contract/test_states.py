@@ -17,6 +17,8 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.base import CacheSetup, KVSequence
+from cache_strategies.checkpoints.base import CheckpointPolicy
+from cache_strategies.checkpoints.placements import Branches, Interval, Messages
 from cache_strategies.memory import make_memory
 from cache_strategies.spaces import find_space
 from cache_strategies.states.cache import PairedStrategy, StateCache
@@ -58,11 +60,14 @@ class Pair:
         *,
         layers: Sequence[LayerSpec] = MODEL,
         max_seq_len: int = MAX_SEQ_LEN,
+        policy: type[CheckpointPolicy] = Interval,
+        share: str = "100%",
+        end_ids: Sequence[int] = (),
     ) -> None:
         """Make both in a memory for 16 texts, which is filled with NaN."""
         (declared,) = registry.resolve_instances({NAME: settings})
-        strategy = PairedStrategy(declared.cls, declared.options, interval)
-        geometry = Geometry(layers, torch.float32, 8, max_seq_len, max_seq_len, toy_states.LAYERS)
+        strategy = PairedStrategy(declared.cls, declared.options, policy, interval, share)
+        geometry = Geometry(layers, torch.float32, 8, max_seq_len, max_seq_len, toy_states.LAYERS, end_ids)
         sizes = StateCache.sizes(strategy, geometry)
         self.memory = make_memory(16 * sizes.count_bytes(max_seq_len, find_space("cpu").round_block))
         own = self.memory.add_instance(NAME)
@@ -213,9 +218,22 @@ TOKENS = list(range(100))
 
 def test_a_text_goes_on_from_the_last_block_before_its_end() -> None:
     pair = Pair(PAGED, 1000)
-    pair.read(TOKENS).sequence.close()
-    assert pair.compute_again(TOKENS) == 4  # the last of 25 blocks: one token of it is needed anyway
-    assert pair.compute_again([*TOKENS, 7, 8, 9]) == 7
+    pair.read(TOKENS[:99], 1).sequence.close()
+    assert pair.compute_again(TOKENS[:99]) == 3  # the last of 25 blocks
+    assert pair.compute_again(TOKENS) == 4  # one token is needed anyway
+
+
+def test_the_next_turn_of_a_conversation_goes_on_from_the_end_of_the_last_one() -> None:
+    pair = Pair(PAGED, 1000)
+    reading = pair.open(TOKENS, prompt=50)
+    assert reading is not None
+    assert pair.step([(reading, 50)])
+    while reading.left:
+        assert pair.step([(reading, 1)])
+    held = pair.states_region.num_held
+    assert held <= 4, "two slots of the text, the end of its prompt, and its own end"
+    reading.sequence.close()
+    assert pair.compute_again([*TOKENS, 7, 8, 9]) == 3
 
 
 @pytest.mark.parametrize("changed", range(0, 100, 9))
@@ -305,13 +323,47 @@ def test_a_fork_shares_states_until_it_goes_on() -> None:
     assert pair.step([(parent, 10)])
 
 
-def test_a_text_whose_keys_are_being_computed_begins_by_itself() -> None:
+def test_equal_texts_that_arrive_together_wait_for_the_checkpoint_of_the_first() -> None:
     pair = Pair(PAGED, 1000)
+    readings = [pair.open(TOKENS), pair.open([*TOKENS[:60], 7]), pair.open(TOKENS)]
+    first, branch, third = (each for each in readings if each is not None)
+    assert [each.left for each in (first, branch, third)] == [100, 61, 4], "only whole prompts are promised"
+    while first.left:
+        assert not third.sequence.ready()
+        assert pair.step([(first, 30)])
+    assert third.sequence.ready()
+    assert third.left == 4
+    assert pair.step([(third, 30)])
+
+
+def test_a_text_does_not_wait_for_what_will_not_be() -> None:
+    pair = Pair(PAGED, 40)
     first, second = pair.open(TOKENS), pair.open(TOKENS)
     assert first is not None
     assert second is not None
-    while first.left or second.left:
-        assert pair.step([(each, 30) for each in (first, second) if each.left])
+    assert pair.step([(first, 50)])
+    assert not second.sequence.ready()
+    first.sequence.close()
+    assert second.sequence.ready()
+    assert second.left == 60, "the checkpoint that is there"
+
+
+def test_no_more_checkpoints_are_kept_than_their_share_allows() -> None:
+    most = 5
+    share = str(most * Pair(PAGED, 4).states_region.size)
+    pair = Pair(PAGED, 4, share=share)
+    for first in range(3):
+        reading = pair.read([first, *TOKENS])
+        assert len(pair.cache.slots.list_checkpoints()) == most
+        reading.sequence.close()
+    assert pair.states_region.num_held == most
+
+
+@pytest.mark.parametrize(("policy", "computed"), [(Branches, 60), (Interval, 20), (Messages, 8)])
+def test_policies_keep_more_and_more(policy: type[CheckpointPolicy], computed: int) -> None:
+    pair = Pair(PAGED, 40, policy=policy, end_ids=[TOKENS[53]])
+    pair.read(TOKENS).sequence.close()
+    assert pair.compute_again([*TOKENS[:58], 300, 301]) == computed
 
 
 def test_a_text_begins_anew_if_the_one_ends_that_computes_its_tokens() -> None:
@@ -378,7 +430,7 @@ def test_states_of_a_prefix_that_may_be_nan_are_not_found_by_its_readers() -> No
     assert reader.sequence.length == 96
     reader.sequence.spoiled = True
     reader.sequence.close()
-    assert pair.states_region.num_held == 0
+    assert pair.compute_again(TOKENS) == len(TOKENS)
 
 
 def test_the_end_of_a_text_is_evicted_before_its_beginning() -> None:

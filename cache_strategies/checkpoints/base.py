@@ -1,0 +1,53 @@
+"""The interface of a checkpoint policy. Knows numbers of tokens; neither states nor memory.
+
+A checkpoint is a copy of the recurrent states after the first tokens of a text. Another text with these tokens goes on
+from it; tokens between its last checkpoint and the place where it differs are computed again. A checkpoint takes as
+many bytes as thousands of tokens of keys, so where to keep one, and which to drop first, is a choice.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class OpenedText(NamedTuple):
+    """What is known of a text when it is opened. Numbers of tokens are rounded down to whole blocks."""
+
+    num_reusable: int  # tokens that the same prompt would find if it came again: all but the last
+    num_shared: int  # tokens that another text has, too, which this one branches off from
+    message_ends: Sequence[int]  # after how many tokens its messages end, ascending
+
+
+class CheckpointUse(NamedTuple):
+    """What is known of a checkpoint that no sequence uses any more."""
+
+    num_tokens: int  # of the prefix
+    num_saved: int  # tokens that would be computed again without it: those since the checkpoint before it
+    num_hits: int  # times that a text has gone on from it
+    used_at: int  # counts all uses of checkpoints: larger is later
+
+
+class CheckpointPolicy(ABC):
+    """Chooses where checkpoints of a text are kept, and which checkpoint is dropped first."""
+
+    def __init__(self, interval: int) -> None:
+        """`interval` is the setting checkpoint_interval, in tokens, rounded up to whole blocks."""
+        self.interval = interval
+
+    @abstractmethod
+    def place(self, text: OpenedText, first: int, end: int) -> Iterable[int]:
+        """Return after how many tokens of a text to keep checkpoints: numbers in [first, end), in any order.
+
+        Called for each row of the text, and again before a row is repeated: equal arguments give equal results.
+        Numbers that are not whole blocks are ignored, as keys are found by whole blocks.
+        """
+
+    def rank(self, checkpoint: CheckpointUse, last_dropped: float) -> float:
+        """Return a number when a checkpoint is used no more; of all these the lowest is dropped first.
+
+        `last_dropped` is the highest number that was dropped so far. By default the one that was not used for the
+        longest time is dropped.
+        """
+        return checkpoint.used_at
