@@ -33,7 +33,6 @@ class KVSequence(ABC):
     length: int = 0  # tokens whose keys are there. It grows in commit() alone
     found: int = 0  # how many of them open() found in the cache; may fall until the first commit
     miss: Miss | None = "cold"  # why it did not find more; None: it found all that may be reused
-    recomputed: int = 0  # tokens beyond `found` that are in the cache, and are computed again nevertheless
     room: int = 0  # the next row may end at this position without reserve(); 0: reserve() is called for each row
     stop: int | None = None  # the next row must not end after this position; None: it may end anywhere
     shift: int = 0  # the position of the next token, at which the model applies RoPE, is length - shift

@@ -54,6 +54,15 @@ class Admission:
     cached_tokens: int  # number of prompt tokens that were found in the cache
     miss: str | None  # see RequestRecord
     forked: bool  # see RequestRecord
+    recomputed_tokens: int = 0  # see RequestRecord
+
+
+class FoundPrefix(NamedTuple):
+    """How much of a prompt its sequence found in the cache."""
+
+    tokens: int = 0
+    miss: str | None = None  # why not more; see RequestRecord
+    recomputed: int = 0  # tokens after these that are cached, too, and computed again: from a checkpoint of states on
 
 
 class DraftRecord(NamedTuple):
@@ -166,6 +175,8 @@ class RequestRecord(msgspec.Struct, frozen=True):
     decode_seconds: float | None  # from the request's first token to its last
     first_token_seconds: float | None  # from the request's arrival to its first token
     total_seconds: float  # from the request's arrival to its end
+    # Prompt tokens that are cached and were computed again, from the last checkpoint of the model's states on
+    recomputed_tokens: int = 0
     rollout: str | None = None  # the roll-out that chose its instance or its shadow; None: none did
     shadow: str | None = None  # the candidate instance under which it also ran; None: under none
     fidelity_tokens: int = 0  # number of its tokens that were compared with the candidate's when it ended
@@ -229,6 +240,7 @@ class EngineState:
     tokens: Mapping[str, KVTokens]
     budget_tokens: Mapping[str, int]  # KVCache.token_budget of the longest text; without a budget, all of its tokens
     blocks: Mapping[str, Blocks]
+    checkpoint_bytes: Mapping[str, int]  # of recurrent states, which are among the used or the idle bytes
     floor_bytes: Mapping[str, int]
     quarantined: Collection[str]  # instances that get no requests after repeated faults
     pool_held: int  # bytes of KV memory that strategies hold

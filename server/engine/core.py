@@ -27,7 +27,7 @@ from server.engine.scheduling.request import Request, make_rejection
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.step import RequestFailure, Scheduled
 from server.engine.stats import CompactionTotals, StepAccumulator, make_request_record
-from server.records import Admission, Compaction, DraftRecord, Outcome
+from server.records import Admission, Compaction, DraftRecord, FoundPrefix, Outcome
 
 # One step in TIMING_INTERVAL has its operations timed; a prime number, so as not to coincide with periodic work
 TIMING_INTERVAL = 61
@@ -244,10 +244,10 @@ class Core:
     def _admit(self, request: Request) -> Event:
         """Record the number of cached prompt tokens, once a request's first row has run; return its Admitted event."""
         name = request.instance.name
-        found = (request.num_computed_tokens, None) if request.forked else request.found
-        request.num_cached_tokens, request.miss = num_cached, _ = found
+        found = FoundPrefix(request.num_computed_tokens) if request.forked else request.found
+        request.num_cached_tokens, request.miss, request.num_recomputed_tokens = num_cached, _, again = found
         self._accumulator.admissions.append(
-            Admission(name, request.num_prompt_tokens, num_cached, request.miss, request.forked)
+            Admission(name, request.num_prompt_tokens, num_cached, request.miss, request.forked, again)
         )
         worker, request_id = request.key
         queued = request.times.admitted - request.times.arrived

@@ -28,7 +28,7 @@ from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.device import device_memory
 from server.engine.instance import Instance
-from server.engine.instance_reports import count_tokens, read_blocks, read_budget, read_usage
+from server.engine.instance_reports import count_tokens, read_blocks, read_budget, read_checkpoint_bytes, read_usage
 from server.records import EngineInfo, EngineState, KVTokens, Role
 from server.version import get_version
 
@@ -209,6 +209,7 @@ def read_engine_state(engine: Engine, processes: Mapping[Role, int]) -> EngineSt
         tokens={name: count_tokens(instance) for name, instance in core.instances.items()},
         budget_tokens={name: longest if budget is None else budget for name, budget in budgets.items()},
         blocks={name: read_blocks(instance) for name, instance in core.instances.items()},
+        checkpoint_bytes={name: read_checkpoint_bytes(instance) for name, instance in core.instances.items()},
         floor_bytes={name: memory.get_share(name).floor for name in core.instances},
         quarantined=core.isolation.quarantined,
         pool_held=memory.held_bytes,

@@ -39,7 +39,7 @@ from kernels.states import States
 from server.engine.calls import CallObserver, NoObserver
 from server.engine.guard import Guards
 from server.engine.isolation.checks import check_int, check_locations, check_owner, check_tap, describe, to_plain
-from server.records import Compaction
+from server.records import Compaction, FoundPrefix
 
 log = logging.getLogger(__name__)
 
@@ -186,11 +186,11 @@ class Instance:
         """
         return check_int("the length of a sequence", sequence.length, known)
 
-    def read_found(self, sequence: KVSequence, length: int) -> tuple[int, str | None]:
+    def read_found(self, sequence: KVSequence, length: int) -> FoundPrefix:
         """Return how many of the `length` tokens of a sequence were found in the cache, and why not more."""
         with self.guard["commit"]:
             _check_found(sequence, length)
-            return sequence.found, sequence.miss
+            return FoundPrefix(sequence.found, sequence.miss, getattr(sequence, "recomputed", 0))
 
     @property
     def num_open(self) -> int:

@@ -60,6 +60,12 @@ def read_blocks(instance: Instance) -> Blocks:
     return report(instance, "blocks", Blocks, Blocks()) if isinstance(instance.strategy, Reporting) else Blocks()
 
 
+def read_checkpoint_bytes(instance: Instance) -> int:
+    """Return the bytes of the checkpoints of recurrent states, in use or idle; 0 for a model without states."""
+    slots = None if instance.states is None else instance.states.slots
+    return 0 if slots is None else slots.num_checkpoints * slots.region.size
+
+
 def count_tokens(instance: Instance, lengths: Iterable[int] | None = None) -> KVTokens:
     """Return the kept and dropped tokens of sequences with these lengths, by default of all that are open.
 

@@ -98,6 +98,7 @@ def make_request_record(
         prompt_tokens=request.num_prompt_tokens,
         cached_tokens=request.num_cached_tokens,
         miss=request.miss,
+        recomputed_tokens=request.num_recomputed_tokens,
         forked=request.forked,
         generated_tokens=request.num_output_tokens,
         drafted_tokens=request.num_draft_tokens,

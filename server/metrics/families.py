@@ -107,6 +107,11 @@ PREFIX_HITS = vllm_counter("prefix_cache_hits", "Prompt tokens found in the cach
 PREFIX_MISSES = counter(
     "prefix_cache_misses", "Prompt tokens not found in the cache, by reason.", (STRATEGY, MISS_REASON)
 )
+RECOMPUTED_TOKENS = counter(
+    "recomputed_tokens",
+    "Prompt tokens that were cached and computed again, from the last checkpoint of recurrent states on.",
+    BY_STRATEGY,
+)
 E2E_LATENCY = vllm_histogram(
     "e2e_request_latency_seconds", "Time from a request's arrival to its end.", BY_STRATEGY, LATENCY
 )
@@ -292,6 +297,11 @@ KV_USAGE = gauge(
     "KV memory used, as a share of the limit, 0 to 1.",
     BY_STRATEGY,
     vllm_name="kv_cache_usage_perc",
+)
+CHECKPOINT_BYTES = gauge(
+    "kv_cache_checkpoint_bytes",
+    "Checkpoints of recurrent states, from which later texts go on; used or idle, as kv_cache_bytes counts them.",
+    BY_STRATEGY,
 )
 KV_EVICTED = counter("kv_cache_evicted_bytes", "Idle KV memory that was evicted to make room.", BY_STRATEGY)
 BLOCK_LIFETIME = vllm_histogram(

@@ -188,6 +188,7 @@ class Metrics:
         if not admitted.forked:
             self._increment(admitted.prompt_tokens, f.PREFIX_QUERIES, name)
             self._increment(admitted.cached_tokens, f.PREFIX_HITS, name)
+            self._increment(admitted.recomputed_tokens, f.RECOMPUTED_TOKENS, name)
             missed = admitted.prompt_tokens - admitted.cached_tokens
             self._increment(
                 missed, f.PREFIX_MISSES, name, admitted.miss or "short"
@@ -322,6 +323,7 @@ class Metrics:
             self._set(count, f.KV_TOKENS, name, kept)
         for block, count in state.blocks[name]._asdict().items():
             self._set(count, f.KV_BLOCKS, name, block)
+        self._set(state.checkpoint_bytes[name], f.CHECKPOINT_BYTES, name)
         self._set(usage.limit, f.KV_LIMIT, name)
         self._set(state.budget_tokens[name], f.KV_BUDGET, name)
         self._set(state.floor_bytes[name], f.KV_FLOOR, name)

@@ -35,6 +35,7 @@ IDLE = EngineState(
     tokens=dict.fromkeys(INSTANCES, KVTokens(0, 0)),
     budget_tokens=dict.fromkeys(INSTANCES, 0),
     blocks=dict.fromkeys(INSTANCES, Blocks()),
+    checkpoint_bytes=dict.fromkeys(INSTANCES, 0),
     floor_bytes=dict.fromkeys(INSTANCES, 0),
     quarantined=(),
     pool_warm=0,

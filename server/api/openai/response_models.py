@@ -82,6 +82,7 @@ class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_by
     reason: str
     cached_tokens: int | None
     miss: str | None
+    recomputed_tokens: int
     kv_bytes: int
     kept_tokens: int
     dropped_tokens: int

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from cache_strategies.errors import StrategyError
 from server.engine.ipc.messages import Caching, Failed, SamplingParams
+from server.records import FoundPrefix
 
 if TYPE_CHECKING:
     from cache_strategies.base import KVSequence
@@ -150,13 +151,14 @@ class Request:
     sequence: KVSequence | None = None
     num_computed_tokens: int = 0  # of the seat, in the cache; counted by the engine from the first commit on
     has_committed: bool = False  # whether a row of the seat was committed
-    found: tuple[int, str | None] = (0, None)  # number of tokens of the seat found in the cache, and why not more
+    found: FoundPrefix = field(default_factory=FoundPrefix)  # what its sequence found in the cache
     # Why the instance has refused a seat or room since the request last had a row, if it has: "nothing" means that the
     # memory had refused nothing
     refusal: Literal["memory", "nothing"] | None = None
     peak_bytes: int = 0  # bytes of KV memory that the request may need at most; set when it is queued
     num_cached_tokens: int | None = None  # number of prompt tokens found in the cache; None until its first row has run
     miss: str | None = None  # why no more prompt tokens were found (`cache_strategies.base.Miss`)
+    num_recomputed_tokens: int = 0  # of the prompt, that are cached and were computed again
     forked: bool = False  # whether the request took over the prompt that another choice (n > 1) had computed
     num_preemptions: int = 0
     num_compactions: int = 0
