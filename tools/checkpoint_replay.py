@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import zip_longest
 from random import Random
@@ -58,11 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             total, new, *_ = found[0]
             rows.append([kind, policy, f"{total:,}", f"{new / total:.1%}", *map(describe, found)])
     titles = [f"computed, in {memory:g} conversations" for memory in flags.memory]
-    print(
-        format_table(
-            ["conversation", "policy", "prompt tokens", "new", *titles], ["prompt tokens", "new", *titles], rows
-        )
-    )
+    print(format_table(["conversation", "policy"], ["prompt tokens", "new", *titles], rows))
     return 0
 
 
@@ -132,7 +129,8 @@ class Prefixes:
 
 def count_equal(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many first items are equal."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    longest = min(len(a), len(b))
+    return bisect_left(range(1, longest + 1), True, key=lambda count: a[:count] != b[:count])
 
 
 if __name__ == "__main__":
