@@ -28,6 +28,7 @@ kvmux {get_version()} serves {ready["model"]} on {url}{everywhere}
   model       {ready["dtype"]} on {ready["device"]}; prompt and completion up to {ready["max_seq_len"]:,} tokens
   weights     {_format_weights(ready["weight_formats"])}
   kernels     {ready["kernels"]}
+{_format_states(ready["state_bytes"], ready["kv_memory_bytes"], settings.max_num_seqs)}\
   KV memory   {kv_memory}, shared by these strategies; each alone has room for
 {_format_strategies(ready["strategies"], settings.default_strategy)}
 
@@ -44,6 +45,19 @@ def _format_weights(formats: Mapping[str, Mapping[str, int]]) -> str:
     bits = 8 * size / sum(usage["parameters"] for usage in formats.values())
     shown = ", ".join(name for name, usage in formats.items() if 100 * usage["nbytes"] >= size)
     return f"{shown}; {ByteSize(size).human_readable(separator=' ')}, {bits:.1f} bits a parameter"
+
+
+def _format_states(state_bytes: int, kv_memory_bytes: int, max_num_seqs: int) -> str:
+    """Return the line about the recurrent states of a text; empty for a model without any.
+
+    It warns if the memory has room for few besides those of running texts, two each.
+    """
+    if not state_bytes:
+        return ""
+    room, running = kv_memory_bytes // state_bytes, 2 * max_num_seqs
+    size = ByteSize(state_bytes).human_readable(separator=" ")
+    few = "" if room >= 2 * running else "; few checkpoints find room: raise --kv-memory or lower --max-num-seqs"
+    return f"  states      {size} each, two of a running text; the KV memory has room for {room:,}{few}\n"
 
 
 def _make_first_request(settings: Settings) -> tuple[str, dict[str, Any]]:

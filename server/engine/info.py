@@ -24,6 +24,7 @@ from cache_strategies.errors import StrategyError
 from cache_strategies.memory import Memory
 from cache_strategies.registry import DeclaredInstance
 from config.settings import SECRETS
+from kernels.states import compute_slot_bytes
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.device import device_memory
@@ -98,6 +99,7 @@ def summarize_engine(engine: Engine) -> dict[str, Any]:
             for name in ("model", "device", "dtype", "weight_formats", "kv_memory_bytes", "max_seq_len")
         },
         "kernels": engine.kernels.description,
+        "state_bytes": compute_slot_bytes(core.model.state_specs),
         "strategies": [
             {
                 "name": d.name,

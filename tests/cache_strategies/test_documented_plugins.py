@@ -1,4 +1,4 @@
-"""docs/guide/writing_a_strategy.md: its strategy and its eviction policy work, installed by their entry points."""
+"""docs/guide/writing_a_strategy.md: its strategy and its policies work, installed by their entry points."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from types import ModuleType
 
 import pytest
 
-from cache_strategies import plugins
+from cache_strategies import checkpoints, plugins
+from cache_strategies.checkpoints.base import CheckpointUse, OpenedText
 from cache_strategies.eviction import load_policy
 from server.llm import LLM
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "writing_a_strategy.md"
 STRATEGIES = {
     "mine": {"kind": "my_strategy"},
-    "mru": {"kind": "paged", "eviction": "mru", "block_size": 8},
+    "mru": {"kind": "paged", "eviction": "mru", "block_size": 8, "checkpoints": "doubling"},
 }
 
 
@@ -57,3 +58,12 @@ def test_the_policy_of_the_document_evicts_what_was_used_last() -> None:
     policy.insert("b", 1, 2.0)
     policy.insert("d", 1, 3.0)
     assert policy.evict() == "d"
+
+
+@pytest.mark.usefixtures("llm")
+def test_the_checkpoint_policy_of_the_document_keeps_fewer_and_fewer() -> None:
+    policy = checkpoints.load_policy("doubling")(32)
+    text = OpenedText(num_reusable=384, num_shared=0, message_ends=())
+    assert {each for each in policy.place(text, 1, 400) if each < 400} == {32, 64, 128, 256, 384}
+    near, far = (CheckpointUse(num_tokens=512, num_saved=saved, num_hits=0, used_at=9) for saved in (32, 256))
+    assert policy.rank(near, 100.0) < policy.rank(far, 100.0)

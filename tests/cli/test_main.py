@@ -240,6 +240,15 @@ def test_welcome_says_when_all_addresses_are_served() -> None:
     assert "on every address" not in format_banner("http://127.0.0.1:8000", Settings(), READY)
 
 
+def test_a_model_with_states_says_how_large_they_are_and_whether_many_find_room() -> None:
+    settings, states = Settings(max_num_seqs=4), READY | {"state_bytes": 1 << 20}
+    text = format_banner("http://127.0.0.1:8000", settings, states | {"kv_memory_bytes": 100 << 20})
+    assert "\n  states      1.0 MiB each, two of a running text; the KV memory has room for 100\n" in text
+    text = format_banner("http://127.0.0.1:8000", settings, states | {"kv_memory_bytes": 10 << 20})
+    assert "room for 10; few checkpoints find room: raise --kv-memory or lower --max-num-seqs\n" in text
+    assert "states  " not in format_banner("http://127.0.0.1:8000", settings, READY)
+
+
 def test_the_first_request_is_a_chat_if_the_model_has_a_template(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     for model, path in ((str(tmp_path), "/v1/chat/completions"), (str(tmp_path / "base"), "/v1/completions")):

@@ -28,6 +28,7 @@ from tests.processes.forked_children import FORK
 READY = {
     "model": "tiny",
     "device": "cpu",
+    "state_bytes": 0,
     "weight_formats": {"bfloat16": {"parameters": 3_000_000, "nbytes": 6_000_000}},
     "dtype": "float32",
     "kernels": "cpu-avx512",
