@@ -1,6 +1,7 @@
 """`kvmux doctor`: reports on this machine, its kernels, whether they compute correctly, and how fast.
 
-Prints a report and writes the same as JSON, to attach to a bug report. Loads no model; calls a device from one thread
+Prints a report and writes the same as JSON, to attach to a bug report; or with --model says how a model would run
+(model_report.py). Loads no weights; calls a device from one thread
 only, as a Mac requires.
 """
 
@@ -19,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from config.errors import SettingsError
 from config.presets import PRESETS
 from kernels.backends import Backend, list_backends
 from kernels.cpu.instruction_sets import usable_instruction_sets
@@ -26,6 +28,7 @@ from kernels.ops import DTYPES
 from kernels.selfcheck.check import Verdict, check_ops
 from kernels.selfcheck.op_db import OPS
 from kernels.tracing import OpTimer, Tracer, trace_ops
+from server.cli.model_report import describe_model
 from server.cli.standard_streams import print_safely
 from server.engine.device import CORES, choose_device
 from server.processes.cgroups import read_memory_limit
@@ -41,6 +44,8 @@ def doctor(options: Mapping[str, Any]) -> int:
     """Print and write the report; return the exit code: 1 if a kernel fails its check or --out cannot be written."""
     out: Path = options.get("out", REPORT)
     console = Console()
+    if (model := options.get("model")) is not None:
+        return _report_model(console, model)
     console.print("Compiling (unless cached) and checking the kernels ...")
     report = make_report()
     for title, facts in report.items():
@@ -60,6 +65,18 @@ def doctor(options: Mapping[str, Any]) -> int:
         )
         print_safely(message, sys.stderr)
     return int(error is not None or any(FAULT in line for line in report["kernels"].values()))
+
+
+def _report_model(console: Console, model: str) -> int:
+    """Print how a model would run here; return the exit code: 1 if it cannot be served."""
+    try:
+        report = describe_model(model)
+    except SettingsError as error:
+        print_safely(f"kvmux: {error}", sys.stderr)
+        return 1
+    for title, facts in report.items():
+        console.print(_make_table(title, facts))
+    return 0
 
 
 def _write_report(out: Path, text: str) -> str | None:

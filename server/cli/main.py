@@ -288,10 +288,14 @@ def _add_doctor(commands: Commands) -> None:
         commands,
         "doctor",
         import_later("server.cli.doctor:doctor", check_kernels_package),
-        "[--out FILE]",
-        help="report on this machine and on whether its kernels compute correctly",
+        "[--out FILE] [--model MODEL]",
+        help="report on this machine and on whether its kernels compute correctly, or on how a model would run here",
         description="Prints a report on this machine and its kernels, and writes it to a file\n"
-        "to attach to a bug report.",
+        "to attach to a bug report. With --model it says how a model would run here,\n"
+        "and what memory its texts take, without loading it.",
+    )
+    parser.add_argument(
+        "--model", help="directory of a model, its name on the hub, or a GGUF file: report on this model instead"
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the report to this file (default: kvmux-doctor.json)"

@@ -49,7 +49,10 @@ class Decoder(ForwardStepMixin):
         # Gemma's factor of embeddings is rounded to the activations' dtype, as it was in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         tables = cache(partial(compute_rope_tables, positions=positions or config.max_positions, device=self.device))
-        self.layer_specs = [self._make_layer_spec(i, layer.window) for i, layer in enumerate(config.layers)]
+        self.layer_specs = [
+            make_layer_spec(config, layer.window)._replace(rotate=partial(self._shift_positions, i))
+            for i, layer in enumerate(config.layers)
+        ]
         layers = [load_layer(config, weights, ops, i, self.layer_specs[i], tables) for i in range(config.num_layers)]
         self._norm = load_norm(config, weights, "model.norm", config.hidden_dim)
         self._layers = ops.pack_layers(layers, dtype)
@@ -114,22 +117,22 @@ class Decoder(ForwardStepMixin):
         ]
         return 2 * num_tokens * sum(attention + 3 * width * d for width in widths) + 2 * num_logits * c.vocab_size * d
 
-    def _make_layer_spec(self, i: int, window: int | None) -> LayerSpec:
-        c = self.config
-        return LayerSpec(
-            c.num_kv_heads,
-            c.num_q_heads,
-            c.head_dim,
-            c.head_dim,
-            window=window,
-            scale=c.scale,
-            softcap=c.softcap,
-            rotate=partial(self._shift_positions, i),
-        )
-
     def _shift_positions(self, i: int, x: Tensor, delta: Tensor) -> Tensor:
         """Return keys or queries x [N,H,D] of layer `i` with RoPE positions shifted by `delta` [N], also negative."""
         return shift_rope(self._ops, x, self._layers.layers[i].attention.tables, delta)
+
+
+def make_layer_spec(config: ModelConfig, window: int | None) -> LayerSpec:
+    """Return the attention of a layer with this window, without what rotates its keys."""
+    return LayerSpec(
+        config.num_kv_heads,
+        config.num_q_heads,
+        config.head_dim,
+        config.head_dim,
+        window=window,
+        scale=config.scale,
+        softcap=config.softcap,
+    )
 
 
 def apply_softcap(logits: Tensor, cap: float | None) -> Tensor:

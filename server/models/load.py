@@ -26,7 +26,7 @@ def read_model_info(directory: Path, impl: ModelImpl) -> ModelInfo:
 
     Raises ModelError if the model cannot be served.
     """
-    config = _load_lean_config(directory, impl)
+    config = load_lean_config(directory, impl)
     if config is None:
         # Imported here, so that other models start without transformers
         from server.models.transformers_backend.loading import read_transformers_info
@@ -52,7 +52,7 @@ def load_model(
 
     Raises ModelError if the model, or the requested format of its weights, is not supported.
     """
-    config = _load_lean_config(directory, impl)
+    config = load_lean_config(directory, impl)
     if config is not None:
         with _open_weights(directory, config, weights, ops, device) as opened:
             return Decoder(config, opened, ops, dtype, positions=positions)
@@ -71,7 +71,7 @@ def load_model(
     return TransformersModel(directory, dtype, device, positions=positions)
 
 
-def _load_lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
+def load_lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
     """Return the config for the lean decoder; None if transformers computes the model."""
     if find_gguf_file(directory) is not None or is_mlx(directory):
         if impl == "transformers":

@@ -17,6 +17,7 @@ from kernels.device import KernelsMissing
 from kernels.ops import DTYPES, Ops
 from kernels.reference.backend import ReferenceOps
 from server.cli import doctor as doctoring
+from tests.models.random_models import save_random_model
 
 
 class Raising(ReferenceOps):
@@ -50,6 +51,20 @@ def test_a_backend_that_is_right_and_one_that_is_missing(monkeypatch: pytest.Mon
     for words, dtype in zip(kernels["right silu_mul"].split(", "), DTYPES, strict=True):
         name = str(dtype).removeprefix("torch.")
         assert re.fullmatch(rf"{name} off by 0e\+00 in \d+\.\d ms", words)
+
+
+def test_a_model_is_described_without_being_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_random_model("qwen3_5", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert doctoring.doctor({"model": str(tmp_path)}) == 0
+    told = capsys.readouterr().out
+    state = 2 * (96 * 4 * 2 + 4 * 16 * 8 * 4)  # two layers: inputs of a convolution in 16 bits, a state in 32
+    assert re.search(rf"2 with states +{state / 1024:.1f} KiB a text", told)
+    assert re.search(r"paged +yes; shares common prefixes", told)
+    assert re.search(r"quest +yes *\n", told), "it keeps no checkpoints"
+    assert re.search(r"streaming +no: ", told)
+    assert doctoring.doctor({"model": str(tmp_path / "missing")}) == 1
+    assert "missing" in capsys.readouterr().err
 
 
 def test_a_fault_is_named_and_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +50,23 @@ def _load_config(directory: Path) -> Any:
         raise ModelError(f"{directory}: transformers cannot read its config: {format_error(error)}") from None
 
 
+def make_empty_model(directory: Path) -> Any:
+    """Return a model with kvmux's attention on the meta device: it takes no memory. Raises ModelError.
+
+    Its numbers are in 16 bits, as products of experts have no shapes for others there.
+    """
+    config = _load_config(directory)
+    made: Any = AutoModelForCausalLM
+    with _translate_errors(directory), torch.device("meta"):
+        AttentionInterface.register(ATTN_IMPLEMENTATION, attend)
+        model: Any = made.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTN_IMPLEMENTATION)
+    return model.eval()
+
+
 def load_transformers_model(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    AttentionInterface.register(ATTN_IMPLEMENTATION, attend)
-    empty: Any = AutoModelForCausalLM
-    try:
-        with torch.device("meta"):  # the meta device takes no memory
-            numbers = sum(p.numel() for p in empty.from_config(_load_config(directory)).parameters())
-        _check_size(directory, numbers)
+    """Return a model with its weights and kvmux's attention. Raises ModelError."""
+    _check_size(directory, sum(p.numel() for p in make_empty_model(directory).parameters()))
+    with _translate_errors(directory):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
@@ -63,14 +75,6 @@ def load_transformers_model(directory: Path, dtype: torch.dtype, device: torch.d
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except ModelError:
-        raise
-    except Exception as error:
-        if "Unrecognized configuration class" in str(error):
-            raise ModelError(f"{directory}: transformers has no decoder-only model of this architecture") from None
-        raise ModelError(
-            f"{directory}: transformers cannot load it with kvmux's attention: {format_error(error)}"
-        ) from None
     model, found = loaded
     if lacking := sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"]):
         raise ModelError(
@@ -79,6 +83,19 @@ def load_transformers_model(directory: Path, dtype: torch.dtype, device: torch.d
         )
     _replace_long_linear_layers(model)
     return model.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def _translate_errors(directory: Path) -> Iterator[None]:
+    """Turn transformers' errors about a model into ModelErrors."""
+    try:
+        yield
+    except Exception as error:  # of many kinds
+        if "Unrecognized configuration class" in str(error):
+            raise ModelError(f"{directory}: transformers has no decoder-only model of this architecture") from None
+        raise ModelError(
+            f"{directory}: transformers cannot load it with kvmux's attention: {format_error(error)}"
+        ) from None
 
 
 def _replace_long_linear_layers(model: nn.Module) -> None:

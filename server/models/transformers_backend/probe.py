@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from server.models.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelInfo
 from server.models.errors import ModelError
 from server.models.no_cache import NoCacheAttention, attend_causally
 from server.models.transformers_backend.attention import ATTN_IMPLEMENTATION, RunningStep, compute_logits
-from server.models.transformers_backend.loading import format_error
+from server.models.transformers_backend.loading import format_error, make_empty_model
 from server.models.transformers_backend.states import StateLayerFinder, make_cache, split_rows
 
 PROBE_TOKENS = 24
@@ -74,6 +75,19 @@ def probe_layers(model: Any, info: ModelInfo, positions: int, device: torch.devi
 
 def _agree(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
     return bool((ours - theirs).abs().max() <= PROBE_TOLERANCE[dtype] * theirs.abs().max())
+
+
+@torch.inference_mode()
+def describe_layers(directory: Path, info: ModelInfo) -> FoundLayers:
+    """Return what the layers of a model are like, without its weights: from shapes alone. Raises ModelError."""
+    model = make_empty_model(directory)
+    ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device="meta")
+    try:
+        return _record(model, ids, _Recorder(model.config.get_text_config(), info.max_positions))
+    except ModelError as error:
+        raise ModelError(f"{directory}: {type(model).__name__} cannot be served: {error}") from None
+    except Exception as error:
+        raise ModelError(f"{directory}: {type(model).__name__} cannot be served: {format_error(error)}") from None
 
 
 def _run_as_it_is(model: Any, ids: Tensor) -> Tensor:
