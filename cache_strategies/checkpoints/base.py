@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+SPARE = 2.0**40  # above all counts of uses
+
 
 class OpenedText(NamedTuple):
     """What is known of a text when it is opened. Numbers of tokens are rounded down to whole blocks."""
@@ -25,7 +27,9 @@ class CheckpointUse(NamedTuple):
 
     num_tokens: int  # of the prefix
     num_saved: int  # tokens that would be computed again without it: those since the checkpoint before it
+    num_displaced: int  # tokens whose keys and values take as much memory
     num_hits: int  # times that a text has gone on from it
+    is_inner: bool  # whether a text that went on from it, or that made it, has a later checkpoint
     used_at: int  # counts all uses of checkpoints: larger is later
 
 
@@ -47,7 +51,13 @@ class CheckpointPolicy(ABC):
     def rank(self, checkpoint: CheckpointUse, last_dropped: float) -> float:
         """Return a number when a checkpoint is used no more; of all these the lowest is dropped first.
 
-        `last_dropped` is the highest number that was dropped so far. By default the one that was not used for the
-        longest time is dropped.
+        Those with a negative number are dropped before idle keys and values are; the others give way together with
+        these, in proportion. `last_dropped` is the highest number that was dropped so far.
+
+        By default what was not used for the longest time is dropped first, and before it an inner checkpoint from which
+        at most one text went on and that saves fewer tokens than it displaces: most conversations only grow, and then
+        their last checkpoint is worth all others.
         """
-        return checkpoint.used_at
+        is_cheap = checkpoint.num_saved < checkpoint.num_displaced
+        is_spare = is_cheap and checkpoint.is_inner and checkpoint.num_hits < 2
+        return checkpoint.used_at - SPARE if is_spare else checkpoint.used_at

@@ -59,7 +59,7 @@ class StateSequence(KVSequence):
         self._awaited: BlockHash | None = None  # a checkpoint that another sequence has promised; `length` is there
         self._end: BlockHash | None = None  # a checkpoint of the last whole blocks, until there are more
         self._promised: dict[int, BlockHash] = {}  # checkpoints that others may wait for, by number of tokens
-        self._last_checkpoint = 0  # tokens before the last checkpoint of the text
+        self._last_checkpoint: tuple[int, BlockHash | None] = 0, None  # of the text: its tokens and its name
         self._num_located = 0  # tokens of the row that was located last
         self._kept: dict[int, int] = {}  # slots for the states within that row, by the number of its tokens
         self._number = next(cache.counter)
@@ -87,7 +87,7 @@ class StateSequence(KVSequence):
             if not self.keys.length < length:
                 raise ValueError(f"a sequence has {self.keys.length} tokens after truncate({last[0]})")
         num_tokens, name = last
-        self._last_checkpoint = num_tokens
+        self._last_checkpoint = last
         slot = None if name is None else self._slots.find(name)
         self._awaited = name if slot is None else None
         self._start_from(slot)
@@ -221,8 +221,11 @@ class StateSequence(KVSequence):
         name = self.names.find(num_tokens)
         if slot is None or name is None or self._slots.find(name) is not None or not self._cache.make_room():
             return None
-        self._slots.publish(name, slot, num_tokens, num_tokens - self._last_checkpoint)
-        self._last_checkpoint = num_tokens
+        before, inner = self._last_checkpoint
+        self._slots.publish(name, slot, num_tokens, num_tokens - before)
+        if inner is not None:
+            self._slots.mark_inner(inner)
+        self._last_checkpoint = num_tokens, name
         return name
 
     # ---------------------------------------------------------------- the sequence as a whole
@@ -305,7 +308,10 @@ class StateCache(KVCache[StateSequence]):
             self._hasher = BlockHasher(size, f"{setup.name}\0states\0{[*map(list, layers)]}\0{formats}\0{setup.model}")
             interval = -(-options.interval // size) * size
         self.policy = options.policy(interval)
-        self.slots, self.store = StateSlots(region, self.policy), StateStore(region, layers)
+        keys = options.cls.sizes(options.options, setup.geometry)
+        token_bytes = keys.count_bytes(setup.geometry.max_seq_len, lambda size: size) / setup.geometry.max_seq_len
+        num_displaced = int(region.size / token_bytes) if token_bytes else 0
+        self.slots, self.store = StateSlots(region, self.policy, num_displaced), StateStore(region, layers)
         self.sequences: set[StateSequence] = set()
         self.promises: dict[BlockHash, StateSequence] = {}  # by checkpoint: the sequence that is to make it
         self.counter = count()
@@ -401,9 +407,11 @@ class StateCache(KVCache[StateSequence]):
         def is_missing() -> bool:
             return before - memory.held_bytes < num_bytes
 
-        # Keys and checkpoints are of use together only: each gives its share of what is idle
-        if idle := self.idle_bytes:
-            self._due_of_slots += num_bytes * self.slots.idle_bytes / idle
+        while is_missing() and self.slots.evict_one(below=0.0):
+            pass
+        # Keys and other checkpoints are of use together only: each gives its share of what is idle
+        if is_missing() and (idle := self.idle_bytes):
+            self._due_of_slots += (num_bytes - (before - memory.held_bytes)) * self.slots.idle_bytes / idle
         while is_missing() and self._due_of_slots >= self.slots.region.size and self.slots.idle_bytes:
             self._due_of_slots -= self.slots.evict_one()
         if is_missing():

@@ -22,8 +22,10 @@ from cache_strategies.types import BlockInfo, BlockState, SaltScope
 class StateSlots:
     """The slots of a region. A slot is in use while it has references; one that is a checkpoint is kept without any."""
 
-    def __init__(self, region: Region, policy: CheckpointPolicy) -> None:
+    def __init__(self, region: Region, policy: CheckpointPolicy, num_displaced: int = 0) -> None:
+        """`num_displaced` is the number of tokens whose keys and values take as much memory as a slot."""
         self.region = region
+        self._num_displaced = num_displaced
         self.num_dropped = 0  # checkpoints that were dropped to make room
         self._policy = policy
         self._references: dict[int, int] = {}  # by slot
@@ -93,7 +95,15 @@ class StateSlots:
         assert self._references[slot] > 0
         if name not in self._checkpoints and slot not in self._names:
             self._checkpoints[name], self._names[slot] = slot, name
-            self._uses[slot] = CheckpointUse(num_tokens, num_saved, 0, self._clock)
+            use = CheckpointUse(num_tokens, num_saved, self._num_displaced, 0, is_inner=False, used_at=self._clock)
+            self._uses[slot] = use
+
+    def mark_inner(self, name: BlockHash) -> None:
+        """Note that a text has a later checkpoint than this one, if there is one of this name."""
+        if (slot := self._checkpoints.get(name)) is not None:
+            self._uses[slot] = self._uses[slot]._replace(is_inner=True)
+            if slot in self._idle:
+                self._rank(slot)
 
     def unpublish(self, name: BlockHash) -> None:
         """Remove a checkpoint, if there is one of this name; its slot is freed once it has no reference."""
@@ -124,8 +134,12 @@ class StateSlots:
 
     def _make_idle(self, slot: int) -> None:
         self._clock += 1
-        use = self._uses[slot] = self._uses[slot]._replace(used_at=self._clock)
-        rank = float(self._policy.rank(use, self._last_dropped))
+        self._uses[slot] = self._uses[slot]._replace(used_at=self._clock)
+        self._rank(slot)
+
+    def _rank(self, slot: int) -> None:
+        """Let the policy rank an idle checkpoint."""
+        rank = float(self._policy.rank(self._uses[slot], self._last_dropped))
         self._idle[slot] = rank = -math.inf if math.isnan(rank) else rank
         heapq.heappush(self._queue, (rank, slot))
         if len(self._queue) > 2 * len(self._idle) + 64:
@@ -137,9 +151,9 @@ class StateSlots:
         if (slot := self._checkpoints.get(name)) in self._idle:
             self._make_idle(slot)
 
-    def evict_one(self) -> int:
-        """Remove the idle checkpoint of the lowest rank; return its bytes, 0 if none is idle."""
-        while self._queue:
+    def evict_one(self, below: float = math.inf) -> int:
+        """Remove the idle checkpoint of the lowest rank; return its bytes. 0 if none is idle, or none ranks `below`."""
+        while self._queue and self._queue[0][0] < below:
             rank, slot = heapq.heappop(self._queue)
             if self._idle.get(slot) == rank:
                 self._last_dropped = max(self._last_dropped, rank)
