@@ -30,6 +30,7 @@ class CheckpointUse(NamedTuple):
     num_displaced: int  # tokens whose keys and values take as much memory
     num_hits: int  # times that a text has gone on from it
     is_inner: bool  # whether a text that went on from it, or that made it, has a later checkpoint
+    is_branch: bool  # whether a text had to be computed again up to here, as it parts from an earlier one
     used_at: int  # counts all uses of checkpoints: larger is later
 
 
@@ -54,10 +55,11 @@ class CheckpointPolicy(ABC):
         Those with a negative number are dropped before idle keys and values are; the others give way together with
         these, in proportion. `last_dropped` is the highest number that was dropped so far.
 
-        By default what was not used for the longest time is dropped first, and before it an inner checkpoint from which
-        at most one text went on and that saves fewer tokens than it displaces: most conversations only grow, and then
+        By default what was not used for the longest time is dropped first, and before it an inner checkpoint that saves
+        fewer tokens than it displaces, unless texts are known to part there: most conversations only grow, and then
         their last checkpoint is worth all others.
         """
         is_cheap = checkpoint.num_saved < checkpoint.num_displaced
-        is_spare = is_cheap and checkpoint.is_inner and checkpoint.num_hits < 2
+        has_branches = checkpoint.is_branch or checkpoint.num_hits > 1
+        is_spare = checkpoint.is_inner and is_cheap and not has_branches
         return checkpoint.used_at - SPARE if is_spare else checkpoint.used_at

@@ -222,7 +222,8 @@ class StateSequence(KVSequence):
         if slot is None or name is None or self._slots.find(name) is not None or not self._cache.make_room():
             return None
         before, inner = self._last_checkpoint
-        self._slots.publish(name, slot, num_tokens, num_tokens - before)
+        is_branch = num_tokens == self._text.num_shared and self.recomputed > 0
+        self._slots.publish(name, slot, num_tokens, num_tokens - before, is_branch=is_branch)
         if inner is not None:
             self._slots.mark_inner(inner)
         self._last_checkpoint = num_tokens, name

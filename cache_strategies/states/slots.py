@@ -87,7 +87,7 @@ class StateSlots:
     def num_checkpoints(self) -> int:
         return len(self._checkpoints)
 
-    def publish(self, name: BlockHash, slot: int, num_tokens: int, num_saved: int) -> None:
+    def publish(self, name: BlockHash, slot: int, num_tokens: int, num_saved: int, *, is_branch: bool = False) -> None:
         """Make a slot that is in use the checkpoint of a prefix, unless the prefix or the slot has one already.
 
         The prefix has `num_tokens` tokens, of which `num_saved` follow the checkpoint before it.
@@ -95,8 +95,9 @@ class StateSlots:
         assert self._references[slot] > 0
         if name not in self._checkpoints and slot not in self._names:
             self._checkpoints[name], self._names[slot] = slot, name
-            use = CheckpointUse(num_tokens, num_saved, self._num_displaced, 0, is_inner=False, used_at=self._clock)
-            self._uses[slot] = use
+            self._uses[slot] = CheckpointUse(
+                num_tokens, num_saved, self._num_displaced, 0, False, is_branch, self._clock
+            )
 
     def mark_inner(self, name: BlockHash) -> None:
         """Note that a text has a later checkpoint than this one, if there is one of this name."""
@@ -147,8 +148,9 @@ class StateSlots:
             heapq.heapify(self._queue)
 
     def touch(self, name: BlockHash) -> None:
-        """Count a use of a checkpoint, if it is idle."""
-        if (slot := self._checkpoints.get(name)) in self._idle:
+        """Count a use of a checkpoint, if it is idle and is not among those that are dropped before all others."""
+        slot = self._checkpoints.get(name)
+        if slot is not None and self._idle.get(slot, -1.0) >= 0.0:
             self._make_idle(slot)
 
     def evict_one(self, below: float = math.inf) -> int:
