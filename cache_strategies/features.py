@@ -78,6 +78,16 @@ class BlockCounting(Protocol):
 
 
 @runtime_checkable
+class Aging(Protocol):
+    """A cache that evicts what was not used for the longest time, so that others can age beside its blocks."""
+
+    @property
+    def evicted_used_at(self) -> float | None:
+        """When the block that was evicted last had been used last, on the setup's clock; None: none was evicted yet."""
+        ...
+
+
+@runtime_checkable
 class Clearing(Protocol):
     """A cache whose idle memory can be freed by an operator."""
 

@@ -11,8 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-SPARE = 2.0**40  # above all counts of uses
-
 
 class OpenedText(NamedTuple):
     """What is known of a text when it is opened. Numbers of tokens are rounded down to whole blocks."""
@@ -31,7 +29,6 @@ class CheckpointUse(NamedTuple):
     num_hits: int  # times that a text has gone on from it
     is_inner: bool  # whether a text that went on from it, or that made it, has a later checkpoint
     is_branch: bool  # whether a text had to be computed again up to here, as it parts from an earlier one
-    used_at: int  # counts all uses of checkpoints: larger is later
 
 
 class CheckpointPolicy(ABC):
@@ -49,17 +46,14 @@ class CheckpointPolicy(ABC):
         Numbers that are not whole blocks are ignored, as keys are found by whole blocks.
         """
 
-    def rank(self, checkpoint: CheckpointUse, last_dropped: float) -> float:
-        """Return a number when a checkpoint is used no more; of all these the lowest is dropped first.
+    def weigh(self, checkpoint: CheckpointUse) -> float:
+        """Return how many times as fast as a block of keys an unused checkpoint ages; the oldest of both is dropped.
 
-        Those with a negative number are dropped before idle keys and values are; the others give way together with
-        these, in proportion. `last_dropped` is the highest number that was dropped so far.
-
-        By default what was not used for the longest time is dropped first, and before it an inner checkpoint that saves
-        fewer tokens than it displaces, unless texts are known to part there: most conversations only grow, and then
-        their last checkpoint is worth all others.
+        By default one ages as keys do if several texts went on from it, or if it saves as many tokens as it displaces,
+        and others faster: most conversations only grow, and then their last checkpoint is worth all earlier ones.
         """
-        is_cheap = checkpoint.num_saved < checkpoint.num_displaced
-        has_branches = checkpoint.is_branch or checkpoint.num_hits > 1
-        is_spare = checkpoint.is_inner and is_cheap and not has_branches
-        return checkpoint.used_at - SPARE if is_spare else checkpoint.used_at
+        if checkpoint.num_hits > 1 or checkpoint.num_saved >= checkpoint.num_displaced:
+            return 1.0
+        if not checkpoint.is_inner:
+            return 2.0
+        return 4.0 if checkpoint.is_branch else 16.0

@@ -25,6 +25,7 @@ class BlockMetrics:
         self._idle_times: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._reuse_gaps: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._copies = 0
+        self.evicted_used_at: float | None = None  # when the block that was evicted last had been used last
 
     def on_block_allocated(self, key: Key) -> None:
         self._allocated_at[key] = self._clock()
@@ -38,7 +39,8 @@ class BlockMetrics:
     def on_block_evicted(self, key: Key) -> None:
         now = self._clock()
         self._lifetimes.append(now - self._allocated_at.pop(key))
-        self._idle_times.append(now - self._idle_since.pop(key))
+        self.evicted_used_at = self._idle_since.pop(key)
+        self._idle_times.append(now - self.evicted_used_at)
 
     def on_block_removed(self, key: Key) -> None:
         """Record that a block, idle or in use, was removed without being evicted."""

@@ -222,6 +222,11 @@ class PagedBase(BlockTableCache[PagedState]):
     def idle_bytes(self) -> int:
         return self.pool.idle_bytes
 
+    @property
+    def evicted_used_at(self) -> float | None:
+        """When the block that was evicted last had been used last, as features.Aging says."""
+        return self.pool.evicted_used_at
+
     def evict(self, num_bytes: int) -> int:
         freed = 0
         while freed < num_bytes and self.pool.num_idle:

@@ -175,6 +175,11 @@ class BlockPool:
         """The bytes of all idle blocks."""
         return sum(map(mul, self._num_idle, self._block_bytes))
 
+    @property
+    def evicted_used_at(self) -> float | None:
+        """When the block that was evicted last had been used last; None: none was evicted yet."""
+        return self._block_metrics.evicted_used_at
+
     def evict(self) -> int:
         """Evict and free the idle block that is next in the order of eviction; return its bytes."""
         block_hash = self._eviction_queue.evict()

@@ -22,7 +22,7 @@ from torch import Tensor
 from cache_strategies.base import CacheSetup, KVCache, KVSequence, Locations, Rows
 from cache_strategies.block_hashes import STATES, BlockHash, BlockHasher
 from cache_strategies.checkpoints.base import CheckpointPolicy, OpenedText
-from cache_strategies.features import BlockData, Clearing, SelfChecking, check_data
+from cache_strategies.features import Aging, BlockData, Clearing, SelfChecking, check_data
 from cache_strategies.states.prefix_names import PrefixNames
 from cache_strategies.states.slots import StateSlots
 from cache_strategies.types import EVERYTHING, CacheUsage, Geometry, SaltScope, Sizes, Text
@@ -258,16 +258,19 @@ class StateSequence(KVSequence):
         for slot in self.list_slots():
             self._slots.release(slot)
         self._cache.sequences.remove(self)
-        for _, name in self.names.list_names(self.length):  # the longest first: it is evicted first, as its keys are
-            if self.spoiled:
-                self._slots.unpublish(name)
-            else:
-                self._slots.touch(name)
+        names = [*self.names.list_names(self.length)]
+        begun_at = self._slots.clock()
         try:
             if self.spoiled:
+                for _, name in names:
+                    self._slots.unpublish(name)
                 self.keys.spoiled = True
         finally:
             self.keys.close()
+        # A checkpoint is as old as the keys before it, of which the last become idle first
+        took = self._slots.clock() - begun_at
+        for num_tokens, name in names:
+            self._slots.touch(name, begun_at + took * (1 - num_tokens / self.length))
 
 
 def check_new(keys: object, others: Collection[StateSequence]) -> None:
@@ -312,11 +315,11 @@ class StateCache(KVCache[StateSequence]):
         keys = options.cls.sizes(options.options, setup.geometry)
         token_bytes = keys.count_bytes(setup.geometry.max_seq_len, lambda size: size) / setup.geometry.max_seq_len
         num_displaced = int(region.size / token_bytes) if token_bytes else 0
-        self.slots, self.store = StateSlots(region, self.policy, num_displaced), StateStore(region, layers)
+        self.slots, self.store = StateSlots(region, self.policy, num_displaced, setup.clock), StateStore(region, layers)
         self.sequences: set[StateSequence] = set()
         self.promises: dict[BlockHash, StateSequence] = {}  # by checkpoint: the sequence that is to make it
         self.counter = count()
-        self._due_of_slots = 0.0  # bytes that checkpoints are to give next, as they give whole slots
+        self._begun_at = setup.clock()
         self._located: Rows[StateSequence] = Rows([], [])
         self._located_keys: Rows[Any] = Rows([], [])  # the same rows, of the strategy's sequences
 
@@ -408,15 +411,16 @@ class StateCache(KVCache[StateSequence]):
         def is_missing() -> bool:
             return before - memory.held_bytes < num_bytes
 
-        while is_missing() and self.slots.evict_one(below=0.0):
-            pass
-        # Keys and other checkpoints are of use together only: each gives its share of what is idle
-        if is_missing() and (idle := self.idle_bytes):
-            self._due_of_slots += (num_bytes - (before - memory.held_bytes)) * self.slots.idle_bytes / idle
-        while is_missing() and self._due_of_slots >= self.slots.region.size and self.slots.idle_bytes:
-            self._due_of_slots -= self.slots.evict_one()
-        if is_missing():
-            self.strategy.evict(num_bytes - (before - memory.held_bytes))
+        # Of checkpoints and blocks of keys the one goes that was used before the other; keys are younger than the last
+        # block that was evicted
+        while is_missing() and self.strategy.idle_bytes:
+            used_at = self.strategy.evicted_used_at if isinstance(self.strategy, Aging) else None
+            if self.slots.evict_older(self._begun_at if used_at is None else used_at):
+                continue
+            held = memory.held_bytes
+            self.strategy.evict(1 if isinstance(self.strategy, Aging) else num_bytes - (before - held))
+            if memory.held_bytes == held:
+                break
         while is_missing() and self.slots.idle_bytes:
             self.slots.evict_one()
         return before - memory.held_bytes

@@ -6,10 +6,10 @@ is in a slot.
 
 from __future__ import annotations
 
-import heapq
 import math
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -18,25 +18,29 @@ from cache_strategies.checkpoints.base import CheckpointPolicy, CheckpointUse
 from cache_strategies.memory import Region
 from cache_strategies.types import BlockInfo, BlockState, SaltScope
 
+LEAST_WEIGHT = 2.0**-20
+
 
 class StateSlots:
     """The slots of a region. A slot is in use while it has references; one that is a checkpoint is kept without any."""
 
-    def __init__(self, region: Region, policy: CheckpointPolicy, num_displaced: int = 0) -> None:
+    def __init__(
+        self,
+        region: Region,
+        policy: CheckpointPolicy,
+        num_displaced: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`num_displaced` is the number of tokens whose keys and values take as much memory as a slot."""
         self.region = region
-        self._num_displaced = num_displaced
-        self.num_dropped = 0  # checkpoints that were dropped to make room
-        self._policy = policy
+        self._policy, self._num_displaced, self.clock = policy, num_displaced, clock
         self._references: dict[int, int] = {}  # by slot
         self._checkpoints: dict[BlockHash, int] = {}  # slots by name
         self._names: dict[int, BlockHash] = {}  # names by slot
         self._uses: dict[int, CheckpointUse] = {}  # by slot of a checkpoint
-        self._idle: dict[int, float] = {}  # ranks of checkpoints without references, by slot
-        # (rank, slot), the lowest first; and such that are idle no more, or have another rank by now
-        self._queue: list[tuple[float, int]] = []
-        self._clock = 0  # counts uses
-        self._last_dropped = -math.inf
+        self._idle: dict[int, int] = {}  # weights of checkpoints without references, by slot: powers of two
+        # By weight: since when slots are idle, the longest first
+        self._idle_since: dict[int, dict[int, float]] = {}
 
     # ---------------------------------------------------------------- references
     def allocate(self) -> int | None:
@@ -50,7 +54,8 @@ class StateSlots:
     def share(self, slot: int) -> None:
         """Add a reference to a slot."""
         self._references[slot] += 1
-        self._idle.pop(slot, None)
+        if slot in self._idle:
+            self._remove_idle(slot)
 
     def release(self, slot: int) -> None:
         """Drop a reference to a slot; with the last it is freed, unless it is a checkpoint."""
@@ -95,16 +100,14 @@ class StateSlots:
         assert self._references[slot] > 0
         if name not in self._checkpoints and slot not in self._names:
             self._checkpoints[name], self._names[slot] = slot, name
-            self._uses[slot] = CheckpointUse(
-                num_tokens, num_saved, self._num_displaced, 0, False, is_branch, self._clock
-            )
+            self._uses[slot] = CheckpointUse(num_tokens, num_saved, self._num_displaced, 0, False, is_branch)
 
     def mark_inner(self, name: BlockHash) -> None:
         """Note that a text has a later checkpoint than this one, if there is one of this name."""
         if (slot := self._checkpoints.get(name)) is not None:
             self._uses[slot] = self._uses[slot]._replace(is_inner=True)
             if slot in self._idle:
-                self._rank(slot)
+                self._make_idle(slot, self._remove_idle(slot))
 
     def unpublish(self, name: BlockHash) -> None:
         """Remove a checkpoint, if there is one of this name; its slot is freed once it has no reference."""
@@ -113,7 +116,7 @@ class StateSlots:
             return
         del self._names[slot], self._uses[slot]
         if slot in self._idle:
-            del self._idle[slot]
+            self._remove_idle(slot)
             self._free(slot)
 
     def unpublish_unused(self, name: BlockHash) -> None:
@@ -133,36 +136,45 @@ class StateSlots:
         """The bytes of checkpoints without references."""
         return len(self._idle) * self.region.size
 
-    def _make_idle(self, slot: int) -> None:
-        self._clock += 1
-        self._uses[slot] = self._uses[slot]._replace(used_at=self._clock)
-        self._rank(slot)
+    def _make_idle(self, slot: int, since: float | None = None) -> None:
+        weight = self._policy.weigh(self._uses[slot])
+        self._idle[slot] = exponent = round(math.log2(min(max(weight, LEAST_WEIGHT), 1 / LEAST_WEIGHT)))
+        by_age = self._idle_since.setdefault(exponent, {})
+        by_age[slot] = self.clock() if since is None else since
 
-    def _rank(self, slot: int) -> None:
-        """Let the policy rank an idle checkpoint."""
-        rank = float(self._policy.rank(self._uses[slot], self._last_dropped))
-        self._idle[slot] = rank = -math.inf if math.isnan(rank) else rank
-        heapq.heappush(self._queue, (rank, slot))
-        if len(self._queue) > 2 * len(self._idle) + 64:
-            self._queue = [(rank, slot) for slot, rank in self._idle.items()]
-            heapq.heapify(self._queue)
+    def _remove_idle(self, slot: int) -> float:
+        """Remove a slot from those that are idle; return since when it was."""
+        return self._idle_since[self._idle.pop(slot)].pop(slot)
 
-    def touch(self, name: BlockHash) -> None:
-        """Count a use of a checkpoint, if it is idle and is not among those that are dropped before all others."""
+    def touch(self, name: BlockHash, used_at: float) -> None:
+        """Count a use of a checkpoint that ages as keys do, if it is idle."""
         slot = self._checkpoints.get(name)
-        if slot is not None and self._idle.get(slot, -1.0) >= 0.0:
-            self._make_idle(slot)
+        if slot is not None and self._idle.get(slot, 1) <= 0:
+            self._remove_idle(slot)
+            self._make_idle(slot, used_at)
 
-    def evict_one(self, below: float = math.inf) -> int:
-        """Remove the idle checkpoint of the lowest rank; return its bytes. 0 if none is idle, or none ranks `below`."""
-        while self._queue and self._queue[0][0] < below:
-            rank, slot = heapq.heappop(self._queue)
-            if self._idle.get(slot) == rank:
-                self._last_dropped = max(self._last_dropped, rank)
-                self.num_dropped += 1
-                self.unpublish(self._names[slot])
-                return self.region.size
-        return 0
+    def _find_oldest(self) -> tuple[float, int] | None:
+        """Return the age of the idle checkpoint that is to be dropped next, times its weight, and its slot."""
+        now = self.clock()
+        firsts = ((exponent, next(iter(ages.items()))) for exponent, ages in self._idle_since.items() if ages)
+        return max((((now - since) * 2.0**exponent, slot) for exponent, (slot, since) in firsts), default=None)
+
+    def evict_older(self, used_at: float) -> int:
+        """Remove the idle checkpoint that is to be dropped next if it is older than what was used at a time.
+
+        Return its bytes, 0 if there is none.
+        """
+        oldest = self._find_oldest()
+        return self._evict(oldest[1]) if oldest is not None and oldest[0] > self.clock() - used_at else 0
+
+    def evict_one(self) -> int:
+        """Remove the idle checkpoint that is to be dropped next; return its bytes, 0 if none is idle."""
+        oldest = self._find_oldest()
+        return 0 if oldest is None else self._evict(oldest[1])
+
+    def _evict(self, slot: int) -> int:
+        self.unpublish(self._names[slot])
+        return self.region.size
 
     # ---------------------------------------------------------------- reports
     def mark_blocks(self, region: Region, states: Tensor) -> None:

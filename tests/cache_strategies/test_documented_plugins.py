@@ -65,5 +65,5 @@ def test_the_checkpoint_policy_of_the_document_keeps_fewer_and_fewer() -> None:
     policy = checkpoints.load_policy("doubling")(32)
     text = OpenedText(num_reusable=384, num_shared=0, message_ends=())
     assert {each for each in policy.place(text, 1, 400) if each < 400} == {32, 64, 128, 256, 384}
-    near, far = (CheckpointUse(512, saved, 99, 0, False, False, used_at=9) for saved in (32, 256))
-    assert policy.rank(near, 100.0) < policy.rank(far, 100.0)
+    near, far = (CheckpointUse(512, saved, 99, 0, is_inner=False, is_branch=False) for saved in (32, 256))
+    assert policy.weigh(near) > policy.weigh(far)
