@@ -7,6 +7,7 @@ many bytes as thousands of tokens of keys, so where to keep one, and which to dr
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -49,11 +50,12 @@ class CheckpointPolicy(ABC):
     def weigh(self, checkpoint: CheckpointUse) -> float:
         """Return how many times as fast as a block of keys an unused checkpoint ages; the oldest of both is dropped.
 
-        By default one ages as keys do if several texts went on from it, or if it saves as many tokens as it displaces,
-        and others faster: most conversations only grow, and then their last checkpoint is worth all earlier ones.
+        By default one ages as keys do if several texts went on from it, or if it saves as many tokens as it displaces.
+        An inner one of which neither is known is dropped first: most conversations only grow, and then their last
+        checkpoint is worth all earlier ones.
         """
         if checkpoint.num_hits > 1 or checkpoint.num_saved >= checkpoint.num_displaced:
             return 1.0
         if not checkpoint.is_inner:
             return 2.0
-        return 4.0 if checkpoint.is_branch else 16.0
+        return 4.0 if checkpoint.is_branch else math.inf

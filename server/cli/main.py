@@ -32,6 +32,7 @@ from server.cli.ray_flags import add_ray
 from server.cli.standard_streams import open_missing_streams, print_safely, redirect_to_devnull
 from server.cli.strategy import add_strategy
 from server.evaluation import flags as evaluation_flags
+from server.evaluation.board.data import check_board_file
 from server.listening import ListenError, get_url, listen
 from server.logs import configure_logging, escape_unprintable, fields
 from server.models.files.directory import resolve_model_settings
@@ -123,6 +124,8 @@ def serve(options: dict[str, Any]) -> int:
         check_kernels_package()
         check_open_files()
         check_api_keys(settings)
+        if settings.board is not None:
+            check_board_file(Path(settings.board))  # before a model is loaded
         with contextlib.ExitStack() as sockets:
             listener = sockets.enter_context(listen(settings.host, settings.port))
             if settings.metrics_port is None:

@@ -14,7 +14,7 @@ from config.rollouts import GuardSettings
 from server.engine.build import Engine
 from server.engine.info import compute_digest, get_effective_settings
 from server.engine.ipc.messages import BoardBounds
-from server.evaluation.board.data import Board, BoardCell, describe_strategy, load_board
+from server.evaluation.board.data import Board, BoardCell, check_board_file, describe_strategy, load_board
 from server.evaluation.board.verdicts import judge
 from server.evaluation.suites.paired import SuiteVerdict
 
@@ -48,9 +48,9 @@ def read_board_bounds(engine: Engine, *, is_restart: bool = False) -> BoardBound
 
 
 def _read(engine: Engine, folder: Path) -> BoardBounds:
+    check_board_file(folder)
     board = load_board(folder)
-    if board is None:
-        raise SettingsError(f"board: there is none in {folder}: measure it by `kvmux evaluate --board {folder}`")
+    assert board is not None
     _check_model(engine, board, folder)
     found = _list_bounds(engine, board, folder)
     for name, rollout in engine.settings.rollouts.items():

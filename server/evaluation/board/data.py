@@ -131,6 +131,15 @@ def describe_strategy(kind: str, options: Any) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- the file
+def check_board_file(folder: Path) -> None:
+    """Raise SettingsError if there is no board in a folder that the settings name."""
+    if not (folder / FILE).is_file():
+        raise SettingsError(
+            f"board: there is none in {folder.absolute()} (a relative path begins where the server is started): name "
+            "the folder of the board, or measure one by `kvmux evaluate --board FOLDER`"
+        )
+
+
 def load_board(folder: Path) -> Board | None:
     """Return the board of a folder, or None if there is none. Raises SettingsError if its file cannot be read."""
     file = folder / FILE

@@ -44,8 +44,10 @@ def _format_rollout(board: Board, name: str, longest: int, folder: Path) -> str:
     rollout = {"from": board.exact, "to": name, "guard": "board"}
     limit = {} if longest == board.lengths[-1] else {"max_seq_len": longest}
     settings = {"board": str(folder), "dtype": board.setup.engine["dtype"], **limit, "default_strategy": board.exact}
+    notes = [] if limit else [f"# max_seq_len = {longest}  # of longer texts nothing was measured"]
+    notes.append('# admin_token = "..."  # to pause, advance or abort the roll-out')
     parts = (
-        format_settings(settings),
+        format_settings(settings) + "\n".join([*notes, ""]),
         format_tables("strategies", {each: _declare(board, each) for each in (board.exact, name)}),
         format_tables("rollouts", {name[:MAX_NAME_LENGTH]: rollout}),
     )
