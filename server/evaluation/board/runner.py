@@ -102,9 +102,8 @@ class BoardRunner:
         if board is None:
             return Board(FORMAT, "", margin, setup, [], non_defaults)
         check_same_setup(board.setup, setup, self._folder)
-        if (board.margin, board.non_defaults) != (margin, non_defaults):
-            board.margin, board.non_defaults = margin, non_defaults
-            write_files(self._folder, make_files(board, self._folder))
+        board.margin, board.non_defaults = margin, non_defaults
+        write_files(self._folder, make_files(board, self._folder))  # also because a newer version may say more
         return board
 
     # ---------------------------------------------------------------- cells
