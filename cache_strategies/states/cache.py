@@ -57,7 +57,8 @@ class StateSequence(KVSequence):
         self._cache, self._slots, self._text = cache, cache.slots, text
         self._num_found_keys = keys.length
         self._awaited: BlockHash | None = None  # a checkpoint that another sequence has promised; `length` is there
-        self._end: BlockHash | None = None  # a checkpoint of the last whole blocks, until there are more
+        # The checkpoint of the last whole blocks, until there are more, and the last one before it
+        self._end: tuple[BlockHash, tuple[int, BlockHash | None]] | None = None
         self._promised: dict[int, BlockHash] = {}  # checkpoints that others may wait for, by number of tokens
         self._last_checkpoint: tuple[int, BlockHash | None] = 0, None  # of the text: its tokens and its name
         self._num_located = 0  # tokens of the row that was located last
@@ -77,11 +78,14 @@ class StateSequence(KVSequence):
         return [slot for slot in (self.read_slot, self.write_slot, *self._kept.values()) if slot is not None]
 
     # ---------------------------------------------------------------- before a row
-    def restore_checkpoint(self) -> None:
-        """Truncate to the last checkpoint whose keys are all there, or is promised; to nothing if there is none."""
+    def restore_checkpoint(self, *, may_wait: bool = True) -> None:
+        """Truncate to the last checkpoint whose keys are all there, to nothing if there is none.
+
+        With `may_wait` it may be one that another sequence has promised.
+        """
         self.miss = self.keys.miss
         self.drop_promises()
-        while (last := self._find_checkpoint())[0] < (length := self.keys.length):
+        while (last := self._find_checkpoint(may_wait))[0] < (length := self.keys.length):
             self.keys.truncate(last[0])
             self.miss = "checkpoint"
             if not self.keys.length < length:
@@ -103,12 +107,12 @@ class StateSequence(KVSequence):
         if before is not None:
             self._slots.release(before)
 
-    def _find_checkpoint(self) -> tuple[int, BlockHash | None]:
+    def _find_checkpoint(self, may_wait: bool) -> tuple[int, BlockHash | None]:
         """Return the number of tokens and the name of the last checkpoint among the tokens that have keys."""
         for num_tokens, name in self.names.list_names(self.keys.length):
             # Only those of older sequences are awaited, so that no two wait for each other
-            promised = self._cache.promises.get(name)
-            if self._slots.find(name) is not None or (promised is not None and promised._number < self._number):
+            owner = self._cache.promises.get(name) if may_wait else None
+            if self._slots.find(name) is not None or (owner is not None and owner._number < self._number):
                 return num_tokens, name
         return 0, None
 
@@ -125,14 +129,10 @@ class StateSequence(KVSequence):
         for position in [each for each in self._promised if num_tokens is None or each <= num_tokens]:
             del self._cache.promises[self._promised.pop(position)]
 
-    def _restore_if_shortened(self) -> None:
-        """Go back to a checkpoint if another sequence has ended, which was to compute some of this one's tokens."""
-        if self.keys.length < self.length:
-            self.restore_checkpoint()
-
     def ready(self) -> bool:
         is_ready = self.keys.ready()
-        self._restore_if_shortened()
+        if self.keys.length < self.length:  # another sequence has ended, which was to compute some of this one's tokens
+            self.restore_checkpoint()
         if self._awaited is not None:
             if (slot := self._slots.find(self._awaited)) is not None:
                 self._awaited = None
@@ -142,8 +142,8 @@ class StateSequence(KVSequence):
         return is_ready and self._awaited is None
 
     def reserve(self, num_tokens: int) -> bool:
-        self._restore_if_shortened()
-        assert self._awaited is None, "a sequence that waits is not ready"
+        if self.keys.length < self.length or self._awaited is not None:  # another one has ended since ready()
+            self.restore_checkpoint(may_wait=False)
         if self.write_slot is None:
             self.write_slot = self._slots.allocate()
         is_reserved = self.write_slot is not None and self.keys.reserve(num_tokens)
@@ -212,9 +212,11 @@ class StateSequence(KVSequence):
         for position in positions:
             self._publish(position, slots.get(position))
         if end not in positions and self.names.is_boundary(end):
-            if self._end is not None:
-                self._slots.unpublish_unused(self._end)
-            self._end = self._publish(end, self.read_slot)
+            if self._end is not None and self._slots.unpublish_unused(self._end[0]):
+                self._last_checkpoint = self._end[1]
+            before = self._last_checkpoint
+            name = self._publish(end, self.read_slot)
+            self._end = None if name is None else (name, before)
 
     def _publish(self, num_tokens: int, slot: int | None) -> BlockHash | None:
         """Make the states after so many tokens a checkpoint, if there is room for one; return its name."""

@@ -119,11 +119,13 @@ class StateSlots:
             self._remove_idle(slot)
             self._free(slot)
 
-    def unpublish_unused(self, name: BlockHash) -> None:
-        """Remove a checkpoint, if there is one of this name, unless a text has gone on from it."""
+    def unpublish_unused(self, name: BlockHash) -> bool:
+        """Remove a checkpoint, if there is one of this name, unless a text has gone on from it; return whether."""
         slot = self._checkpoints.get(name)
-        if slot is not None and not self._uses[slot].num_hits:
+        is_unused = slot is not None and not self._uses[slot].num_hits
+        if is_unused:
             self.unpublish(name)
+        return is_unused
 
     def clear(self, scope: SaltScope) -> None:
         """Remove the checkpoints of the salts in a scope."""

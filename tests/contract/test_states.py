@@ -348,6 +348,19 @@ def test_a_text_does_not_wait_for_what_will_not_be() -> None:
     assert second.left == 60, "the checkpoint that is there"
 
 
+def test_a_text_that_waits_may_reserve_once_the_other_one_has_ended() -> None:
+    pair = Pair(PAGED, 40)
+    first, second = pair.open(TOKENS), pair.open(TOKENS)
+    assert first is not None
+    assert second is not None
+    assert pair.step([(first, 50)])
+    assert not second.sequence.ready()
+    first.sequence.close()
+    assert second.sequence.reserve(4)
+    assert second.left == 60
+    assert pair.step([(second, 60)])
+
+
 def test_no_more_checkpoints_are_kept_than_their_share_allows() -> None:
     most = 5
     share = str(most * Pair(PAGED, 4).states_region.size)
