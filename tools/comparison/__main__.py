@@ -276,13 +276,15 @@ def make_evaluate_flags(options: argparse.Namespace, wanted: Sequence[str]) -> l
 def describe_setup(setup: Setup) -> ReportSetup:
     """Return how it was measured, for the report."""
     plan = setup.plan
+    # The model's path says nothing to others: its name is the first fact
+    settings = {name: value for name, value in setup.server_settings().items() if name not in ("model", "model_name")}
     facts = [
         ("model", setup.settings.model_name or Path(setup.settings.model).name),
         ("kvmux", get_version()),
         ("torch", torch.__version__),
         ("Python", platform.python_version()),
         ("machine", read_processor_name()),
-        ("settings", ", ".join(f"{name}={value}" for name, value in setup.server_settings().items())),
+        ("settings", ", ".join(f"{name}={value}" for name, value in settings.items())),
         ("answers", f"{plan.max_tokens} tokens each"),
         ("measurement", f"{plan.seconds:g} seconds or more, in each of {plan.rounds} rounds"),
         ("seed", str(plan.seed)),
