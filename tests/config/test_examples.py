@@ -44,14 +44,19 @@ def test_the_full_example_shows_every_setting_and_its_default() -> None:
         assert default is None or value == default, name
 
 
-def find_settings(page: Path) -> str:
-    """Return the settings in TOML that a page shows, one after the other; empty if it shows none."""
+BOARDS = ROOT / "docs" / "laboratory" / "boards"  # whose blocks are to be chosen from
+
+
+def find_settings(page: Path) -> list[str]:
+    """Return the settings in TOML that a page shows, as files: one after the other, or each alone."""
     blocks = re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    return "".join(block for block in blocks if "[project" not in block)  # those are of a pyproject.toml
+    blocks = [block for block in blocks if "[project" not in block]  # those are of a pyproject.toml
+    return blocks if BOARDS in page.parents or not blocks else ["".join(blocks)]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if find_settings(page)], ids=lambda page: page.stem)
 def test_settings_in_a_document_are_accepted(page: Path, tmp_path: Path) -> None:
     file = tmp_path / "kvmux.toml"
-    file.write_text(find_settings(page))
-    resolve_instances(load_settings(file, {}).strategies)
+    for settings in find_settings(page):
+        file.write_text(settings)
+        resolve_instances(load_settings(file, {}).strategies)

@@ -241,6 +241,10 @@ MEMORY: Rows = {
         Graph("Idle time before eviction, median", SECONDS, by_strategy(median, f.BLOCK_IDLE), width=6),
         Graph("Idle time before reuse, median", SECONDS, by_strategy(median, f.BLOCK_REUSE_GAP), width=6),
     ],
+    "Recurrent states": [
+        Graph("Checkpoints", BYTES, by_strategy(sum_by, f.CHECKPOINT_BYTES)),
+        Graph("Tokens computed again", TOKENS_A_SECOND, by_strategy(rate, f.RECOMPUTED_TOKENS)),
+    ],
 }
 
 TIMED, IN_KERNELS = rate(f.TIMED_STEP_SECONDS, part="_count"), rate(f.KERNEL_SECONDS, part="_sum")
