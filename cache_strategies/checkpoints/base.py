@@ -44,11 +44,14 @@ class CheckpointPolicy(ABC):
         """Return after how many tokens of a text to keep checkpoints: numbers in [first, end), in any order.
 
         Called for each row of the text, and again before a row is repeated: equal arguments give equal results.
-        Numbers that are not whole blocks are ignored, as keys are found by whole blocks.
+        Other numbers are ignored, as are those that are not whole blocks: keys are found by whole blocks.
         """
 
     def weigh(self, checkpoint: CheckpointUse) -> float:
         """Return how many times as fast as a block of keys an unused checkpoint ages; the oldest of both is dropped.
+
+        Weights are rounded to powers of two, from 2**-20 to 2**20. Called when a checkpoint is used no more, and when
+        it becomes an inner one.
 
         By default one ages as keys do if several texts went on from it, or if it saves as many tokens as it displaces.
         An inner one of which neither is known is dropped first: most conversations only grow, and then their last

@@ -62,6 +62,7 @@ class StateSequence(KVSequence):
         self._promised: dict[int, BlockHash] = {}  # checkpoints that others may wait for, by number of tokens
         self._last_checkpoint: tuple[int, BlockHash | None] = 0, None  # of the text: its tokens and its name
         self._num_located = 0  # tokens of the row that was located last
+        self._placed: list[int] = []  # after how many tokens of the text the policy wants checkpoints in that row
         self._kept: dict[int, int] = {}  # slots for the states within that row, by the number of its tokens
         self._number = next(cache.counter)
         cache.sequences.add(self)
@@ -118,6 +119,8 @@ class StateSequence(KVSequence):
 
     def _promise(self, length: int) -> None:
         """Promise the checkpoints of the text that will be made after more than `length` tokens."""
+        if not self._cache.keeps_checkpoints:
+            return
         for position in self._list_checkpoints(length + 1, self._text.num_reusable + 1):
             name = self.names.find(position)
             if name is not None and self._slots.find(name) is None and name not in self._cache.promises:
@@ -132,17 +135,19 @@ class StateSequence(KVSequence):
     def ready(self) -> bool:
         is_ready = self.keys.ready()
         if self.keys.length < self.length:  # another sequence has ended, which was to compute some of this one's tokens
+            self._num_found_keys = self.keys.length
             self.restore_checkpoint()
         if self._awaited is not None:
             if (slot := self._slots.find(self._awaited)) is not None:
                 self._awaited = None
                 self._start_from(slot)
             elif self._awaited not in self._cache.promises:
-                self.restore_checkpoint()
+                self.restore_checkpoint(may_wait=False)  # equal texts would else run one after the other
         return is_ready and self._awaited is None
 
     def reserve(self, num_tokens: int) -> bool:
         if self.keys.length < self.length or self._awaited is not None:  # another one has ended since ready()
+            self._num_found_keys = min(self._num_found_keys, self.keys.length)
             self.restore_checkpoint(may_wait=False)
         if self.write_slot is None:
             self.write_slot = self._slots.allocate()
@@ -157,8 +162,10 @@ class StateSequence(KVSequence):
         """
         self.drop_kept()
         self._num_located = num_tokens
-        before_drafts = self.length + num_tokens - num_drafts
-        wanted = {*self._list_checkpoints(self.length + 1, self.length + num_tokens)}
+        end = self.length + num_tokens
+        before_drafts = end - num_drafts
+        self._placed = sorted(self._list_checkpoints(self.length + 1, end + 1))
+        wanted = {*self._placed} - {end}
         wanted |= {before_drafts} if num_drafts else set()
         for position in sorted(wanted, key=lambda each: (each != before_drafts, each)):
             if (slot := self._slots.allocate()) is not None:
@@ -208,24 +215,35 @@ class StateSequence(KVSequence):
         That of the end lasts until the text has more whole blocks: it is where the next turn of a conversation goes on.
         """
         slots = {first + count: slot for count, slot in self._kept.items()} | {end: self.read_slot}
-        positions = sorted(self._list_checkpoints(first + 1, end + 1))
-        for position in positions:
+        placed = [each for each in self._placed if each <= end]
+        is_new_end = end not in placed and self.names.is_boundary(end)
+        if self._end is not None and (placed or is_new_end):
+            name, before = self._end
+            if self._slots.unpublish_end(name, self._number) and self._last_checkpoint[1] == name:
+                self._last_checkpoint = before
+            self._end = None
+        for position in placed:
             self._publish(position, slots.get(position))
-        if end not in positions and self.names.is_boundary(end):
-            if self._end is not None and self._slots.unpublish_unused(self._end[0]):
-                self._last_checkpoint = self._end[1]
+        if is_new_end:
             before = self._last_checkpoint
-            name = self._publish(end, self.read_slot)
-            self._end = None if name is None else (name, before)
+            end_name = self._publish(end, self.read_slot, is_end=True)
+            self._end = None if end_name is None else (end_name, before)
 
-    def _publish(self, num_tokens: int, slot: int | None) -> BlockHash | None:
-        """Make the states after so many tokens a checkpoint, if there is room for one; return its name."""
+    def _publish(self, num_tokens: int, slot: int | None, *, is_end: bool = False) -> BlockHash | None:
+        """Make the states after so many tokens a checkpoint, if there is room for one; return its name.
+
+        With `is_end` it is that of the text's end, which lasts until there is a later one.
+        """
         name = self.names.find(num_tokens)
+        if name is not None and not is_end:
+            self._slots.keep(name)
         if slot is None or name is None or self._slots.find(name) is not None or not self._cache.make_room():
             return None
         before, inner = self._last_checkpoint
         is_branch = num_tokens == self._text.num_shared and self.recomputed > 0
         self._slots.publish(name, slot, num_tokens, num_tokens - before, is_branch=is_branch)
+        if is_end:
+            self._slots.mark_end(name, self._number)
         if inner is not None:
             self._slots.mark_inner(inner)
         self._last_checkpoint = num_tokens, name
@@ -238,8 +256,9 @@ class StateSequence(KVSequence):
         return has_dropped
 
     def truncate(self, length: int) -> None:
-        if length < self.length:
+        if length < self.keys.length:
             self.keys.truncate(length)
+        if self.keys.length < self.length:
             self.restore_checkpoint()
 
     def fork(self) -> Self | None:
@@ -394,6 +413,11 @@ class StateCache(KVCache[StateSequence]):
         self.strategy.poll()
 
     # ---------------------------------------------------------------- memory
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether their share of the memory has room for a checkpoint."""
+        return share_to_bytes(self._share, self.setup.memory.limit_bytes) >= self.slots.region.size
+
     def make_room(self) -> bool:
         """Drop idle checkpoints until one more is within their share of the memory; return whether it is."""
         most = share_to_bytes(self._share, self.setup.memory.limit_bytes)
@@ -434,6 +458,7 @@ class StateCache(KVCache[StateSequence]):
         for sequence in self.sequences:
             if scope.includes(sequence.names.salt):
                 sequence.names.disable()
+                sequence.drop_promises()
         if isinstance(self.strategy, Clearing):
             self.strategy.clear(scope)
         return before - self.setup.memory.held_bytes
@@ -456,7 +481,9 @@ class StateCache(KVCache[StateSequence]):
         if block_hash.group != STATES:
             return isinstance(self.strategy, BlockData) and self.strategy.write_data(block_hash, data)
         check_data(data, self.store.slot_bytes)
-        if self._hasher is None or self.slots.find(block_hash) is not None or (slot := self.slots.allocate()) is None:
+        if self._hasher is None or self.slots.find(block_hash) is not None or not self.make_room():
+            return False
+        if (slot := self.slots.allocate()) is None:
             return False
         self.store.slots[slot].copy_(data)
         self.slots.publish(block_hash, slot, 0, 0)

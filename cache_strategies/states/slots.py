@@ -6,6 +6,7 @@ is in a slot.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -18,7 +19,9 @@ from cache_strategies.checkpoints.base import CheckpointPolicy, CheckpointUse
 from cache_strategies.memory import Region
 from cache_strategies.types import BlockInfo, BlockState, SaltScope
 
-LEAST_WEIGHT = 2.0**-20
+log = logging.getLogger(__name__)
+
+LEAST_WEIGHT = 2.0**-20  # weights are bounded, so that their products with ages are numbers
 
 
 class StateSlots:
@@ -38,6 +41,7 @@ class StateSlots:
         self._checkpoints: dict[BlockHash, int] = {}  # slots by name
         self._names: dict[int, BlockHash] = {}  # names by slot
         self._uses: dict[int, CheckpointUse] = {}  # by slot of a checkpoint
+        self._ends: dict[BlockHash, int] = {}  # checkpoints of the ends of texts that go on: who made them
         self._idle: dict[int, int] = {}  # weights of checkpoints without references, by slot: powers of two
         # By weight: since when slots are idle, the longest first
         self._idle_since: dict[int, dict[int, float]] = {}
@@ -115,14 +119,22 @@ class StateSlots:
         if slot is None:
             return
         del self._names[slot], self._uses[slot]
+        self._ends.pop(name, None)
         if slot in self._idle:
             self._remove_idle(slot)
             self._free(slot)
 
-    def unpublish_unused(self, name: BlockHash) -> bool:
-        """Remove a checkpoint, if there is one of this name, unless a text has gone on from it; return whether."""
-        slot = self._checkpoints.get(name)
-        is_unused = slot is not None and not self._uses[slot].num_hits
+    def mark_end(self, name: BlockHash, owner: int) -> None:
+        """Note that a checkpoint is the end of a text that goes on, and who made it."""
+        self._ends[name] = owner
+
+    def keep(self, name: BlockHash) -> None:
+        """Note that a checkpoint, if there is one of this name, is not only the end of a text."""
+        self._ends.pop(name, None)
+
+    def unpublish_end(self, name: BlockHash, owner: int) -> bool:
+        """Remove the end of an owner's text unless a text has gone on from it; return whether it was removed."""
+        is_unused = self._ends.get(name) == owner and not self._uses[self._checkpoints[name]].num_hits
         if is_unused:
             self.unpublish(name)
         return is_unused
@@ -139,10 +151,22 @@ class StateSlots:
         return len(self._idle) * self.region.size
 
     def _make_idle(self, slot: int, since: float | None = None) -> None:
-        weight = self._policy.weigh(self._uses[slot])
-        self._idle[slot] = exponent = round(math.log2(min(max(weight, LEAST_WEIGHT), 1 / LEAST_WEIGHT)))
+        self._idle[slot] = exponent = self._weigh(slot)
         by_age = self._idle_since.setdefault(exponent, {})
-        by_age[slot] = self.clock() if since is None else since
+        since = self.clock() if since is None else since
+        is_in_order = not by_age or next(reversed(by_age.values())) <= since
+        by_age[slot] = since
+        if not is_in_order:
+            self._idle_since[exponent] = dict(sorted(by_age.items(), key=lambda item: item[1]))
+
+    def _weigh(self, slot: int) -> int:
+        """Return the logarithm of a checkpoint's weight, rounded: few weights make few orders of age."""
+        try:
+            weight = float(self._policy.weigh(self._uses[slot]))
+        except Exception:  # of a policy that is at fault; what is freed here must be freed nevertheless
+            log.exception("checkpoint policy %s is at fault", type(self._policy).__name__)
+            weight = 1.0
+        return 0 if math.isnan(weight) else round(math.log2(min(max(weight, LEAST_WEIGHT), 1 / LEAST_WEIGHT)))
 
     def _remove_idle(self, slot: int) -> float:
         """Remove a slot from those that are idle; return since when it was."""

@@ -7,8 +7,10 @@ the text alone.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.base import CacheSetup, KVSequence
-from cache_strategies.checkpoints.base import CheckpointPolicy
+from cache_strategies.checkpoints.base import CheckpointPolicy, CheckpointUse
 from cache_strategies.checkpoints.placements import Branches, Interval, Messages
 from cache_strategies.memory import make_memory
 from cache_strategies.spaces import find_space
@@ -63,6 +65,7 @@ class Pair:
         policy: type[CheckpointPolicy] = Interval,
         share: str = "100%",
         end_ids: Sequence[int] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make both in a memory for 16 texts, which is filled with NaN."""
         (declared,) = registry.resolve_instances({NAME: settings})
@@ -71,7 +74,7 @@ class Pair:
         sizes = StateCache.sizes(strategy, geometry)
         self.memory = make_memory(16 * sizes.count_bytes(max_seq_len, find_space("cpu").round_block))
         own = self.memory.add_instance(NAME)
-        self.cache = StateCache(CacheSetup(NAME, geometry, own, harness.make_ops()), strategy)
+        self.cache = StateCache(CacheSetup(NAME, geometry, own, harness.make_ops(), clock=clock), strategy)
         self.memory.set_owner(NAME, self.cache)
         self.memory.set_sizes(NAME, sizes, max_seq_len)
         for region in own.regions:
@@ -361,6 +364,70 @@ def test_a_text_that_waits_may_reserve_once_the_other_one_has_ended() -> None:
     assert pair.step([(second, 60)])
 
 
+def test_equal_texts_do_not_wait_for_checkpoints_that_find_no_room() -> None:
+    pair = Pair(PAGED, 1000, share="0%")
+    readings = [each for each in (pair.open(TOKENS) for _ in range(3)) if each is not None]
+    assert len(readings) == 3
+    for _ in range(4):
+        assert pair.step([(each, 50) for each in readings if each.left])
+        if not any(each.left for each in readings):
+            return
+    raise AssertionError("they run one after the other")
+
+
+def test_a_text_does_not_wait_for_what_was_cleared() -> None:
+    pair = Pair(PAGED, 1000)
+    first, second = pair.open(TOKENS), pair.open(TOKENS)
+    assert first is not None
+    assert second is not None
+    assert not second.sequence.ready()
+    pair.cache.clear()
+    assert pair.step([(first, 100)])
+    assert second.sequence.ready()
+    assert pair.step([(second, 100)])
+
+
+class Faulty(Interval):
+    """Raises, or weighs with what is no number."""
+
+    weight: Any = None
+
+    def weigh(self, checkpoint: CheckpointUse) -> float:
+        if self.weight is None:
+            raise RuntimeError("broken on purpose")
+        weight: float = self.weight
+        return weight
+
+
+@pytest.mark.parametrize("weight", [None, float("nan"), float("inf"), -1.0, "x"])
+def test_a_policy_at_fault_leaves_nothing_behind(weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Faulty, "weight", weight)
+    pair = Pair(PAGED, 4, policy=Faulty)
+    for length in (100, 99):
+        pair.read(TOKENS[:length]).sequence.close()
+    pair.check_integrity()
+    pair.cache.evict(1 << 30)
+    assert not pair.memory.get_held_bytes(NAME)
+
+
+def test_the_end_of_a_text_counts_from_the_last_checkpoint_before_it() -> None:
+    uses: list[CheckpointUse] = []
+
+    class Watching(Interval):
+        def weigh(self, checkpoint: CheckpointUse) -> float:
+            uses.append(checkpoint)
+            return super().weigh(checkpoint)
+
+    pair = Pair(PAGED, 48, policy=Watching)
+    reading = pair.open([*TOKENS[:64], 1, 1, 1, 1, 1])
+    assert reading is not None
+    for tokens in (40, 20, 4, 5):
+        assert pair.step([(reading, tokens)])
+    reading.sequence.close()
+    last = {each.num_tokens: (each.num_saved, each.is_inner) for each in uses}
+    assert last == {48: (48, True), 68: (20, False)}, "ends of rows are gone, and count for nothing"
+
+
 def test_no_more_checkpoints_are_kept_than_their_share_allows() -> None:
     most = 5
     share = str(most * Pair(PAGED, 4).states_region.size)
@@ -447,7 +514,7 @@ def test_states_of_a_prefix_that_may_be_nan_are_not_found_by_its_readers() -> No
 
 
 def test_the_end_of_a_text_is_evicted_before_its_beginning() -> None:
-    pair = Pair(PAGED, 4, layers=[LayerSpec(1, 1, 8, 8)])
+    pair = Pair(PAGED, 4, layers=[LayerSpec(1, 1, 8, 8)], clock=count().__next__)  # each look at it takes as long
     pair.read(TOKENS).sequence.close()
     pair.cache.evict(pair.cache.idle_bytes // 2)
     assert pair.compute_again(TOKENS) < 70, "what is left of keys and of checkpoints is the same prefix"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from server.evaluation.board.data import Board, BoardCell, QualityFigures
 from server.evaluation.suites.paired import PairedComparison, SuiteVerdict, compare_pairs
 
-MAX_KL = 0.01  # nats a token, within which a strategy is named if fewer than MIN_TASKS are not too hard for the model
+MAX_KL = 0.01  # nats a token, within which a strategy is named if the model can do fewer than MIN_TASKS tasks
 MIN_TASKS = 2
 
 
@@ -47,8 +47,8 @@ def judge(exact: QualityFigures, other: QualityFigures, margin: float) -> CellVe
 def recommend(board: Board, length: int) -> BoardCell | None:
     """Return the cell of the strategy to choose for texts of a length, or None.
 
-    It has the least memory of those that answer as exact caching does, and that are within MAX_KL if fewer than
-    MIN_TASKS say so. It is None unless that is less than exact caching has.
+    It has the least memory of those that answer as exact caching does, and that are within MAX_KL if the model can do
+    fewer than MIN_TASKS tasks. It is None unless that is less than exact caching has.
     """
     exact = board.find_cell(length, board.exact)
     if exact is None:
