@@ -29,6 +29,13 @@ def list_plugins(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
     return {point.name: point.value for point in entry_points(group=group)} | dict(builtin)
 
 
+def load_plugin(name: str, group: str, builtin: Mapping[str, str], base: type[T], *, what: str, plural: str) -> type[T]:
+    """Return the class of a built-in or installed plug-in of an entry-point group, or "module:Class", as load_class."""
+    # entry points are slow to read, so they are read only for a name that is not a built-in one
+    known = builtin if name in builtin or ":" in name else list_plugins(group, builtin)
+    return load_class(name, known, base, what=what, plural=plural)
+
+
 def load_class(name: str, known: Mapping[str, str], base: type[T], *, what: str, plural: str) -> type[T]:
     """Import and return the class of a name; `known` maps names to "module:Class", which may also be given itself.
 

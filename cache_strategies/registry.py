@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from cache_strategies.base import INTERFACE_VERSION, CacheSetup, KVCache, Options
 from cache_strategies.checkpoints import load_policy
-from cache_strategies.checkpoints.base import CheckpointPolicy
+from cache_strategies.checkpoints.base import CheckpointOptions
 from cache_strategies.memory import Bounds, Memory
 from cache_strategies.plugins import MissingClassError, list_plugins, load_class
 from cache_strategies.states.cache import PairedStrategy, StateCache
@@ -55,15 +55,6 @@ class DeclaredInstance:
     floor: str
     limit: str
     checkpoints: CheckpointOptions
-
-
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """Where checkpoints of recurrent states are made, if the model has any."""
-
-    policy: type[CheckpointPolicy]
-    interval: int  # tokens
-    share: str  # most of the instance's memory that they take
 
 
 # -------------------------------------------------------------------- kinds and options
@@ -163,8 +154,7 @@ def compute_sizes(instance: DeclaredInstance, geometry: Geometry) -> Sizes:
 def _pair(instance: DeclaredInstance, geometry: Geometry) -> tuple[type[KVCache[Any]], Any]:
     """Return the class and the options of an instance's cache: its strategy, beside states if the model has any."""
     if geometry.states:
-        made = instance.checkpoints
-        return StateCache, PairedStrategy(instance.cls, instance.options, made.policy, made.interval, made.share)
+        return StateCache, PairedStrategy(instance.cls, instance.options, instance.checkpoints)
     return instance.cls, instance.options
 
 

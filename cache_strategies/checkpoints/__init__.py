@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cache_strategies.checkpoints.base import CheckpointPolicy
-from cache_strategies.plugins import list_plugins, load_class
+from cache_strategies.plugins import list_plugins, load_plugin
 
 ENTRY_POINT_GROUP = "kvmux.checkpoint_policies"
 
@@ -27,6 +27,5 @@ def list_policies() -> dict[str, str]:
 
 def load_policy(name: str) -> type[CheckpointPolicy]:
     """Return the class of a checkpoint policy. Raises SettingsError if it is unknown or cannot be loaded."""
-    # entry points are slow to read, so they are read only if the policy is not a built-in one
-    known = BUILTIN if name in BUILTIN else list_policies()
-    return load_class(name, known, CheckpointPolicy, what="checkpoint policy", plural="policies")  # type: ignore[type-abstract]
+    base: type[CheckpointPolicy] = CheckpointPolicy  # type: ignore[type-abstract]
+    return load_plugin(name, ENTRY_POINT_GROUP, BUILTIN, base, what="checkpoint policy", plural="policies")

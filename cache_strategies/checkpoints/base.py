@@ -62,3 +62,11 @@ class CheckpointPolicy(ABC):
         if not checkpoint.is_inner:
             return 2.0
         return 4.0 if checkpoint.is_branch else math.inf
+
+
+class CheckpointOptions(NamedTuple):
+    """Where an instance makes checkpoints, and how many it keeps."""
+
+    policy: type[CheckpointPolicy]
+    interval: int  # tokens
+    share: str = "100%"  # most of the instance's memory that they take

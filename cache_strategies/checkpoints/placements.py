@@ -11,7 +11,7 @@ from cache_strategies.checkpoints.base import CheckpointPolicy, OpenedText
 class Branches(CheckpointPolicy):
     """Keeps the end of each prompt, and where a text differs from an earlier one: two checkpoints a text at most.
 
-    (Pan et al. 2024, "Marconi: Prefix caching for the era of hybrid LLMs", arXiv:2411.19379, section 4.1.)
+    (Pan et al. 2024, "Marconi: Prefix caching for the era of hybrid LLMs", arXiv:2411.19379.)
     """
 
     def place(self, text: OpenedText, first: int, end: int) -> Iterable[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cache_strategies.eviction.base import EvictionPolicy
-from cache_strategies.plugins import list_plugins, load_class
+from cache_strategies.plugins import list_plugins, load_plugin
 
 ENTRY_POINT_GROUP = "kvmux.eviction_policies"
 
@@ -25,6 +25,5 @@ def list_policies() -> dict[str, str]:
 
 def load_policy(name: str) -> type[EvictionPolicy]:
     """Return the class of an eviction policy. Raises SettingsError if it is unknown or cannot be loaded."""
-    # entry points are slow to read, so they are read only if the policy is not a built-in one
-    known = BUILTIN if name in BUILTIN else list_policies()
-    return load_class(name, known, EvictionPolicy, what="eviction policy", plural="policies")  # type: ignore[type-abstract]
+    base: type[EvictionPolicy] = EvictionPolicy  # type: ignore[type-abstract]
+    return load_plugin(name, ENTRY_POINT_GROUP, BUILTIN, base, what="eviction policy", plural="policies")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Mapping
 
-from cache_strategies.plugins import list_plugins, load_class
+from cache_strategies.plugins import list_plugins, load_plugin
 from cache_strategies.scorers.base import Scorer
 
 ENTRY_POINT_GROUP = "kvmux.kv_scorers"
@@ -42,6 +42,5 @@ def load_scorer(name: str) -> type[Scorer]:
     if rest and library in LIBRARIES:
         scorer: type[Scorer] = pkgutil.resolve_name(LIBRARIES[library])(rest)
         return scorer
-    # entry points are slow to read, so they are read only for the name of a scorer that is not a built-in one
-    known = BUILTIN if name in BUILTIN or ":" in name else list_scorers()
-    return load_class(name, known, Scorer, what="scorer of keys", plural="scorers")  # type: ignore[type-abstract]
+    base: type[Scorer] = Scorer  # type: ignore[type-abstract]
+    return load_plugin(name, ENTRY_POINT_GROUP, BUILTIN, base, what="scorer of keys", plural="scorers")

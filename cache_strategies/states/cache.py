@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cache_strategies.base import CacheSetup, KVCache, KVSequence, Locations, Rows
 from cache_strategies.block_hashes import STATES, BlockHash, BlockHasher
-from cache_strategies.checkpoints.base import CheckpointPolicy, OpenedText
+from cache_strategies.checkpoints.base import CheckpointOptions, OpenedText
 from cache_strategies.features import Aging, BlockData, Clearing, SelfChecking, check_data
 from cache_strategies.states.prefix_names import PrefixNames
 from cache_strategies.states.slots import StateSlots
@@ -307,9 +307,7 @@ class PairedStrategy(NamedTuple):
 
     cls: type[KVCache]
     options: Any
-    policy: type[CheckpointPolicy]
-    interval: int
-    share: str = "100%"  # most of the instance's memory that checkpoints take
+    checkpoints: CheckpointOptions
 
 
 class StateCache(KVCache[StateSequence]):
@@ -319,20 +317,22 @@ class StateCache(KVCache[StateSequence]):
         super().__init__(setup, options)
         self.strategy = options.cls(replace(setup, memory=setup.memory.make_part()), options.options)
         self.stores = self.strategy.stores
+        # Asked once, as isinstance() of a protocol takes as long as evicting some blocks
+        self._aging = self.strategy if isinstance(self.strategy, Aging) else None
         # A text goes back to a checkpoint only before its first commit
         self.contract = self.strategy.contract._replace(rewind=0)
         layers = setup.geometry.states
         region = setup.memory.region(compute_slot_bytes(layers), "recurrent states")
-        self._share = options.share
+        self._share = options.checkpoints.share
         size = self.contract.granularity
         if size is None or not self.contract.replayable:  # no other text would get the same states
-            self._hasher, interval = None, options.interval
+            self._hasher, interval = None, options.checkpoints.interval
         else:
             size = LEAST_BLOCK if size == 1 else size
             formats = "; ".join(store.describe_formats() for store in self.stores)
             self._hasher = BlockHasher(size, f"{setup.name}\0states\0{[*map(list, layers)]}\0{formats}\0{setup.model}")
-            interval = -(-options.interval // size) * size
-        self.policy = options.policy(interval)
+            interval = -(-options.checkpoints.interval // size) * size
+        self.policy = options.checkpoints.policy(interval)
         keys = options.cls.sizes(options.options, setup.geometry)
         token_bytes = keys.count_bytes(setup.geometry.max_seq_len, lambda size: size) / setup.geometry.max_seq_len
         num_displaced = int(region.size / token_bytes) if token_bytes else 0
@@ -440,11 +440,11 @@ class StateCache(KVCache[StateSequence]):
         # Of checkpoints and blocks of keys the one goes that was used before the other; keys are younger than the last
         # block that was evicted
         while is_missing() and self.strategy.idle_bytes:
-            used_at = self.strategy.evicted_used_at if isinstance(self.strategy, Aging) else None
+            used_at = None if self._aging is None else self._aging.evicted_used_at
             if self.slots.evict_older(self._begun_at if used_at is None else used_at):
                 continue
             held = memory.held_bytes
-            self.strategy.evict(1 if isinstance(self.strategy, Aging) else num_bytes - (before - held))
+            self.strategy.evict(num_bytes - (before - held) if self._aging is None else 1)
             if memory.held_bytes == held:
                 break
         while is_missing() and self.slots.idle_bytes:

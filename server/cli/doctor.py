@@ -1,8 +1,7 @@
 """`kvmux doctor`: reports on this machine, its kernels, whether they compute correctly, and how fast.
 
 Prints a report and writes the same as JSON, to attach to a bug report; or with --model says how a model would run
-(model_report.py). Loads no weights; calls a device from one thread
-only, as a Mac requires.
+(model_report.py). Loads no weights; calls a device from one thread only, as a Mac requires.
 """
 
 from __future__ import annotations

@@ -75,8 +75,7 @@ def _try_strategies(shape: ModelShape) -> Iterator[tuple[str, str]]:
     """Yield whether each installed kind of strategy works with the model's layers, by building it."""
     length = min(LEAST_TOKENS, shape.info.max_positions)
     geometry = _make_geometry(shape, length)
-    device = choose_device("auto")
-    ops = load_ops(get_device("cpu"), choose_dtype("auto", shape.info.dtype, device)).ops
+    ops = load_ops(get_device("cpu"), geometry.kv_dtype).ops
     for kind in registry.list_kinds():
         try:
             declared = _declare(StrategySettings(kind=kind))
@@ -95,8 +94,7 @@ def _declare(settings: StrategySettings) -> registry.DeclaredInstance:
 
 
 def _make_geometry(shape: ModelShape, max_seq_len: int) -> Geometry:
-    device = choose_device("auto")
-    dtype = choose_dtype("auto", shape.info.dtype, device)
+    dtype = choose_dtype("auto", shape.info.dtype, choose_device("auto"))
     return Geometry(shape.attention, dtype, 1, max_seq_len, min(max_seq_len, 512), shape.states, shape.info.eos_ids)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.base import CacheSetup, KVSequence
-from cache_strategies.checkpoints.base import CheckpointPolicy, CheckpointUse
+from cache_strategies.checkpoints.base import CheckpointOptions, CheckpointPolicy, CheckpointUse
 from cache_strategies.checkpoints.placements import Branches, Interval, Messages
 from cache_strategies.memory import make_memory
 from cache_strategies.spaces import find_space
@@ -69,7 +69,7 @@ class Pair:
     ) -> None:
         """Make both in a memory for 16 texts, which is filled with NaN."""
         (declared,) = registry.resolve_instances({NAME: settings})
-        strategy = PairedStrategy(declared.cls, declared.options, policy, interval, share)
+        strategy = PairedStrategy(declared.cls, declared.options, CheckpointOptions(policy, interval, share))
         geometry = Geometry(layers, torch.float32, 8, max_seq_len, max_seq_len, toy_states.LAYERS, end_ids)
         sizes = StateCache.sizes(strategy, geometry)
         self.memory = make_memory(16 * sizes.count_bytes(max_seq_len, find_space("cpu").round_block))

@@ -44,10 +44,10 @@ def _split_slice(rows: AttentionSlice) -> Iterator[RowPart]:
     for row, num_tokens, slot in states.keep.tolist():
         kept.setdefault(row, {})[num_tokens] = slot
     starts = [rows.tokens.start + each for each in states.q_start.tolist()]
-    for row, (first, end) in enumerate(pairwise(starts)):
-        slots = {first + num_tokens: slot for num_tokens, slot in kept.get(row, {}).items()}
-        slots[end] = int(states.write[row])
-        begin, read = first, int(states.read[row])
+    each_row = zip(pairwise(starts), states.read.tolist(), states.write.tolist(), strict=True)
+    for row, ((begin, end), read, write) in enumerate(each_row):
+        slots = {begin + num_tokens: slot for num_tokens, slot in kept.get(row, {}).items()}
+        slots[end] = write
         for stop in sorted(slots):
             yield RowPart(slice(begin, stop), states.store, read, slots[stop])
             begin, read = stop, slots[stop]
