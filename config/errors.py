@@ -13,9 +13,7 @@ class SettingsError(Exception):
     """An error that the user can fix; the message says what to change."""
 
     def __str__(self) -> str:
-        """Return the message; if it has more than 2,000 characters, its middle is left out."""
-        message, half = super().__str__(), MAX_MESSAGE_LENGTH // 2
-        return message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:half]} ... {message[-half:]}"
+        return _shorten(super().__str__())
 
 
 @contextmanager
@@ -32,4 +30,10 @@ def format_error(error: Exception) -> str:
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     place = f" ({error.filename})" if error.filename else ""
-    return f"the operating system refuses to go on: {error.strerror}{place}"
+    return _shorten(f"the operating system refuses to go on: {error.strerror}{place}")
+
+
+def _shorten(message: str) -> str:
+    """Return a message; if it has more than 2,000 characters, its middle is left out."""
+    half = MAX_MESSAGE_LENGTH // 2
+    return message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:half]} ... {message[-half:]}"

@@ -121,6 +121,8 @@ VARIABLES: list[tuple[str, str]] = [
     ("KVMUX_CONFIG", "/"),
     ("KVMUX_CONFIG", "\udc80"),
     ("KVMUX_CONFIG", "x" * 5000),
+    ("KVMUX_BOARD", "x" * 5000),
+    ("KVMUX_BOARD", "\udc80"),
 ]
 
 

@@ -132,8 +132,12 @@ def describe_strategy(kind: str, options: Any) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- the file
 def check_board_file(folder: Path) -> None:
-    """Raise SettingsError if there is no board in a folder that the settings name."""
-    if not (folder / FILE).is_file():
+    """Raise SettingsError if there is no board in a folder that the settings name, or none that can be opened."""
+    try:
+        found = (folder / FILE).is_file()
+    except OSError as error:
+        raise SettingsError(f"board: cannot look into {folder}: {error.strerror}") from None
+    if not found:
         raise SettingsError(
             f"board: there is none in {folder.absolute()} (a relative path begins where the server is started): name "
             "the folder of the board, or measure one by `kvmux evaluate --board FOLDER`"
